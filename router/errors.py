@@ -22,7 +22,7 @@ class RouterError(Exception):
     """Base; never raised itself. Carries what OpenAI's error body holds."""
 
     status = 500
-    type = "server_error"
+    type: str = "server_error"
     code: str | None = None
 
     def __init__(
@@ -89,13 +89,15 @@ class Unrecorded(RouterError):
 class TransportError(RouterError):
     """A deployment failed before the first frame."""
 
-    status, type, code = 502, "upstream_error", "upstream_error"
+    status, type = 502, "upstream_error"
+    code: str | None = "upstream_error"
 
 
 class Refused(TransportError):
     """An upstream 4xx that is the caller's own mistake: passed on as it is, not retried, held against nobody."""
 
-    status, type, code = 400, "invalid_request_error", None
+    status, type = 400, "invalid_request_error"
+    code: str | None = None
 
 
 class Unavailable(TransportError):

@@ -25,9 +25,7 @@ class KVCache:
             raise KVMismatch(f"{len(self.keys)} layers of keys and {len(self.values)} of values")
 
     @classmethod
-    def empty(
-        cls, layers: int, heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    def empty(cls, layers: int, heads: int, head_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """No tokens yet."""
         blank = torch.empty(1, heads, 0, head_size, dtype=dtype, device=device)
         return cls([blank] * layers, [blank] * layers)

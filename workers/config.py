@@ -52,9 +52,7 @@ def parse_span(value: object) -> object:
     try:
         return float(digits) * _SPANS[text[len(digits) :].strip() or "s"]
     except (KeyError, ValueError):
-        raise ValueError(
-            f"{value!r} is not a span of time; write seconds or e.g. 500ms, 30s, 24h, 5y"
-        ) from None
+        raise ValueError(f"{value!r} is not a span of time; write seconds or e.g. 500ms, 30s, 24h, 5y") from None
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
@@ -164,9 +162,7 @@ class Fleet(Config):
                     raise ValueError(f"worker {w.name!r}: pair {name!r} is not among pairs: {sorted(pairs)}")
             for name in w.models:
                 if name not in models:
-                    raise ValueError(
-                        f"worker {w.name!r}: model {name!r} is not among models: {sorted(models)}"
-                    )
+                    raise ValueError(f"worker {w.name!r}: model {name!r} is not among models: {sorted(models)}")
         return self
 
     def model(self, ref: ModelConfig | str) -> ModelConfig:

@@ -1,0 +1,80 @@
+"""Call and Reply: what passes between edge, dispatcher and transports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from policies.facts import Hint
+
+if TYPE_CHECKING:
+    from router.tenants import Tenant
+
+
+@dataclass(slots=True)
+class Call:
+    """One request after the edge has read it. `fields` are the body's top-level values as they were sent."""
+
+    id: str
+    """Decision id: `dec_` and 24 hex digits, also in `x-twolane-decision`."""
+    tenant: Tenant
+    path: str
+    """Without `/v1`: `/chat/completions`, `/completions`, `/embeddings`, `/responses`."""
+    model: str
+    fields: dict[str, msgspec.Raw]
+    stream: bool
+    include_usage: bool
+    """The caller asked for the usage event itself."""
+    started: float
+    """`time.perf_counter()` at the first byte."""
+    hint: Hint = "auto"
+    budget_ms: float | None = None
+    pinned: str | None = None
+    session: str | None = None
+    deadline: float | None = None
+    """On the `perf_counter` clock; None where the caller set no bound."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Caller's headers that concern policy (session, tags), lower case; never credentials."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What an answer cost, as far as it was told."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    known: bool = False
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer whose first frame is certain.
+
+    Plain: `body` holds all of it. Stream: `frames` yields whole SSE events as bytes, ends with `data: [DONE]` or one
+    error event, and must be closed by whoever holds the Reply (`aclose`), started or not: closing hangs up upstream.
+    `usage` and `run` are filled when the last frame has passed.
+    """
+
+    status: int
+    content_type: str
+    body: bytes = b""
+    frames: AsyncIterator[bytes] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers for the caller (already filtered: no credentials, no cookies, no hop-by-hop)."""
+    usage: Usage = field(default_factory=Usage)
+    run: msgspec.Raw | None = None
+    """`twolane` of a worker's answer (`workers.protocol.Run`), undecoded."""
+    first_frame: float | None = None
+    """`perf_counter` when the first content frame arrived."""
+    error: str | None = None
+    """Code of what ended the stream early."""
+
+    async def aclose(self) -> None:
+        """Release the upstream; safe to call twice."""
+        close = getattr(self.frames, "aclose", None)
+        if close is not None:
+            await close()
