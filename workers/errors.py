@@ -54,3 +54,10 @@ class LoadFailed(WorkerError):
 
     status = 503
     code = "load_failed"
+
+
+class DeadlineExceeded(WorkerError):
+    """The time the caller allowed ran out before the answer was complete."""
+
+    status = 504
+    code = "deadline_exceeded"

@@ -18,6 +18,8 @@ KV_MAX_BYTES = "x-twolane-kv-max-bytes"
 """Request: the tenant's byte budget."""
 KV = "x-twolane-kv"
 """Response: `reused/total`, prompt tokens whose KV came from the store, and all prompt tokens."""
+KV_ENCRYPT = "x-twolane-kv-encrypt"
+"""Request: `1` has the tenant's stored KV encrypted at rest."""
 DEADLINE_MS = "x-twolane-deadline-ms"
 """Request: after so many milliseconds the answer is worth nothing; the worker gives up."""
 
@@ -65,6 +67,7 @@ class PairState(msgspec.Struct, frozen=True):
     reason: str = ""
     verdict: str = "unproven"
     """verified | adapter-only | dominated | harmful | unproven"""
+    verdict_reason: str = ""
     gain: float | None = None
     """Lower bound of accuracy(cache) − accuracy(receiver)."""
     retention: float | None = None
@@ -98,3 +101,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     free_bytes: int
     at: float
     """Unix seconds."""
+    stalled_s: float = 0.0
+    """Seconds since the engine last turned while it had work; large means it hangs."""
+    loading: bool = False
+    """Models or pairs are still being loaded."""

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from workers.errors import BadPrompt
+from workers.sampling import Sampler, Sampling
+
+LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+
+
+def draws(times: int = 400, **asked: Any) -> Counter[int]:
+    """How often each token is chosen; no choice sees the ones before."""
+    return Counter(Sampler(Sampling(seed=seed, **asked), (), 0).choose(LOGITS).token for seed in range(times))
+
+
+def test_zero_temperature_takes_the_likeliest() -> None:
+    """Greedy is the largest logit."""
+    assert draws(20, temperature=0.0) == {0: 20}
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """At temperature 1 the shares are the model's, within four standard errors."""
+    shares = draws(2000)
+    for token, share in enumerate([0.5, 0.3, 0.15, 0.05]):
+        assert abs(shares[token] / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "possible"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 0.0}, {0}),
+        ({"min_p": 0.4}, {0, 1}),
+        ({"logit_bias": {3: 100.0}}, {3}),
+        ({"logit_bias": {0: -100.0, 1: -100.0}}, {2, 3}),
+    ],
+)
+def test_filters_keep_what_they_say(asked: dict[str, Any], possible: set[int]) -> None:
+    """Only the tokens that a filter keeps are drawn, and all of them are."""
+    assert set(draws(**asked)) == possible
+
+
+@pytest.mark.parametrize(
+    ("asked", "second"),
+    [
+        ({}, 0),
+        ({"frequency_penalty": 2.0}, 1),
+        ({"presence_penalty": 2.0}, 1),
+        ({"repetition_penalty": 8.0}, 1),
+    ],
+)
+def test_penalties_turn_from_what_was_said(asked: dict[str, Any], second: int) -> None:
+    """A penalty large enough makes the second choice another one."""
+    sampler = Sampler(Sampling(temperature=0.0, **asked), ())
+    logits = torch.tensor([2.0, 1.5, 0.1, 0.0])
+    assert sampler.choose(logits).token == 0
+    assert sampler.choose(logits).token == second
+
+
+def test_the_same_seed_gives_the_same_tokens_and_choices_differ() -> None:
+    """A seed fixes a choice's draws; the choices of one request use different ones."""
+    flat = torch.zeros(1000)
+    first, again, other = (Sampler(Sampling(seed=7), (), i) for i in (0, 0, 1))
+    a, b, c = ([s.choose(flat).token for _ in range(5)] for s in (first, again, other))
+    assert a == b != c
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    """They are those of the distribution before temperature, with the likeliest beside."""
+    chosen = Sampler(Sampling(temperature=0.0, logprobs=2), ()).choose(LOGITS)
+    assert chosen.logprob == pytest.approx(float(LOGITS[0]), abs=1e-6)
+    assert [t for t, _ in chosen.top] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 2.1}, {"temperature": -0.1}, {"top_p": 1.5}, {"n": 0}, {"max_tokens": 0}, {"logprobs": 21},
+     {"presence_penalty": 3.0}, {"repetition_penalty": 0.0}, {"stop": ("x",) * 17}],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(asked: dict[str, Any]) -> None:
+    """The refusal names the parameter."""
+    with pytest.raises(BadPrompt) as refusal:
+        Sampling(**asked)
+    assert next(iter(asked)).split("_")[-1] in str(refusal.value)

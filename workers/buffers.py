@@ -1,0 +1,165 @@
+"""Room for KV that grows in place. Knows the transformers Cache interface; knows no requests.
+
+transformers' own DynamicCache grows by concatenation: every step copies all KV. Here a step writes one slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from workers.cache import KVCache
+from workers.fusers.base import KVShape
+
+_ROUND = 128  # slots: growing in small steps would copy often
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped
+    """The face that a model sees of one layer; the tensors lie with the owner."""
+
+    is_sliding = False
+
+    def __init__(self, owner: _Buffer, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.index = owner, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the room is there from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.owner.write(self.index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.owner.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Buffer(Cache):
+    """`keys` and `values` by layer, each of shape (rows, heads, slots, head size)."""
+
+    seen: int
+    """Tokens before the step to come: what masks and positions go by."""
+
+    def __init__(self, shape: KVShape, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[_Layer(self, i) for i in range(shape.layers)])
+        self.rows, self.slots = rows, slots
+        size = (rows, shape.heads, slots, shape.head_size)
+        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new K and V (rows, heads, new tokens, head size) in place; returns all that is to be attended to."""
+        raise NotImplementedError
+
+    def _widen(self, rows: int, slots: int) -> None:
+        for tensors in (self.keys, self.values):
+            for i, old in enumerate(tensors):
+                tensors[i] = old.new_zeros(rows, old.shape[1], slots, old.shape[3])
+                tensors[i][: old.shape[0], :, : old.shape[2]] = old
+        self.rows, self.slots = rows, slots
+
+
+class Sequence(_Buffer):
+    """The KV of one prompt while it is read, chunk by chunk."""
+
+    def __init__(self, shape: KVShape, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, 1, slots, dtype, device)
+        self.seen = 0
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        end = self.seen + keys.shape[2]
+        self.keys[layer][:, :, self.seen : end] = keys
+        self.values[layer][:, :, self.seen : end] = values
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """Count what the last forward wrote."""
+        self.seen += tokens
+
+    def put(self, kv: KVCache) -> None:
+        """Append stored or fused KV as if it had been read here."""
+        end = self.seen + len(kv)
+        for mine, new in zip((*self.keys, *self.values), (*kv.keys, *kv.values), strict=True):
+            mine[:, :, self.seen : end] = new
+        self.seen = end
+
+    def kv(self, start: int = 0, stop: int | None = None) -> KVCache:
+        """Views of tokens start..stop-1."""
+        end = self.seen if stop is None else stop
+        return KVCache([k[:, :, start:end] for k in self.keys], [v[:, :, start:end] for v in self.values])
+
+
+class Rows(_Buffer):
+    """The KV of a running batch: the first n rows are in use, each with its own length.
+
+    A step appends one slot to each row in use.
+    """
+
+    def __init__(self, shape: KVShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, rows, _ROUND, dtype, device)
+        self.device = device
+        self.lengths: list[int] = []
+        self.seen = 0
+
+    def join(self, kv: KVCache) -> int:
+        """Copy a read prompt into the next free row; returns its number."""
+        row, tokens = len(self.lengths), len(kv)
+        self._reserve(row + 1, tokens + 1)
+        for mine, new in zip((*self.keys, *self.values), (*kv.keys, *kv.values), strict=True):
+            mine[row, :, :tokens] = new[0]
+        self.lengths.append(tokens)
+        return row
+
+    def leave(self, row: int) -> None:
+        """Free a row: the last row takes its place."""
+        last = len(self.lengths) - 1
+        length = self.lengths[last]
+        if row != last:
+            for tensor in (*self.keys, *self.values):
+                tensor[row, :, :length] = tensor[last, :, :length]
+            self.lengths[row] = length
+        self.lengths.pop()
+
+    def kv(self, row: int, start: int, stop: int) -> KVCache:
+        """Views of one row's tokens start..stop-1."""
+        return KVCache(
+            [k[row : row + 1, :, start:stop] for k in self.keys], [v[row : row + 1, :, start:stop] for v in self.values]
+        )
+
+    def prepare(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions (n, 1) and mask (n, 1, 1, longest + 1) of the step to come; no mask where no row is padded."""
+        longest = max(self.lengths)
+        self._reserve(len(self.lengths), longest + 1)
+        self._at = torch.tensor(self.lengths, device=self.device)
+        self._row = torch.arange(len(self.lengths), device=self.device)
+        self.seen = longest
+        mask = None
+        if min(self.lengths) != longest:
+            mask = (torch.arange(longest + 1, device=self.device)[None] <= self._at[:, None])[:, None, None]
+        return self._at[:, None], mask
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        n, end = len(self.lengths), self.seen + 1
+        self.keys[layer][self._row, :, self._at] = keys[:, :, 0]
+        self.values[layer][self._row, :, self._at] = values[:, :, 0]
+        return self.keys[layer][:n, :, :end], self.values[layer][:n, :, :end]
+
+    def advance(self) -> None:
+        """Every row in use has grown by the slot that the last forward wrote."""
+        self.lengths = [n + 1 for n in self.lengths]
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        if rows <= self.rows and slots <= self.slots:
+            return
+        wanted = max(slots, self.slots * 2) if slots > self.slots else self.slots
+        self._widen(max(rows, self.rows), -(-wanted // _ROUND) * _ROUND)

@@ -1,0 +1,141 @@
+"""Pair folders: `pair.json` (who), `fuser.safetensors` (the network), `report.json` (the proof). Torch-free.
+
+The fingerprint covers what changes the answer: weights, tokenizers, dtypes, layers, fuser, mode and scope. It does not
+cover the report (proving a pair again keeps its KV) nor the chat template (graded: see `PairFolder.check`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from workers.errors import LoadFailed
+
+FORMAT = 1
+
+
+class Party(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sharer or receiver, by digest."""
+
+    model: str
+    weights: str
+    """SHA-256 over config and weight files."""
+    tokenizer: str
+    template: str
+    dtype: str = "float32"
+    layers: str = "all"
+    """`all`, or the decoder layers kept, comma separated."""
+    revision: str | None = None
+    licence: str | None = None
+
+
+class FuserInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Kind, digest of `fuser.safetensors`, and the shape its constructor takes."""
+
+    kind: str
+    digest: str
+    shape: dict[str, Any] = {}
+    parameters: int = 0
+    licence: str | None = None
+
+
+class PairFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`pair.json`."""
+
+    format: int
+    name: str
+    mode: str
+    """fuse | handover"""
+    scope: str
+    """prompt | context"""
+    sharer: Party
+    receiver: Party
+    fuser: FuserInfo
+    made: str = ""
+    """ISO date."""
+    data_licence: str | None = None
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A share with its 95 % interval and the number of items behind it."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`report.json`: what was measured, on what, and what follows."""
+
+    format: int
+    fingerprint: str
+    mode: str
+    verdict: str
+    """verified | adapter-only | dominated | harmful | unproven"""
+    reason: str
+    date: str
+    numerics: str
+    data: str
+    """SHA-256 of the questions asked."""
+    n: int
+    seeds: tuple[int, ...] = ()
+    accuracy: dict[str, Interval] = {}
+    """By route: receiver, sharer, reads_all, relay, cache, shuffled, zero."""
+    gain: Interval | None = None
+    """accuracy(cache) − accuracy(receiver), paired."""
+    retention: Interval | None = None
+    """accuracy(cache) / accuracy(reads_all), paired; the receiver's side reads everything itself."""
+    latency_ms: dict[str, float] = {}
+    slices: dict[str, dict[str, Interval]] = {}
+    notes: tuple[str, ...] = ()
+
+
+def canonical(value: object) -> bytes:
+    """Sorted, compact JSON: the form every digest is taken over."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def fingerprint(
+    sharer: dict[str, str], receiver: dict[str, str], *, kind: str, digest: str, mode: str, scope: str
+) -> str:
+    """Of a pair as it is loaded: `sharer` and `receiver` are `Loaded.identity`. 16 hex digits."""
+    parts = {"sharer": sharer, "receiver": receiver, "kind": kind, "fuser": digest, "mode": mode, "scope": scope}
+    return hashlib.sha256(canonical(parts)).hexdigest()[:16]
+
+
+def read_pair(folder: Path) -> PairFile:
+    """`pair.json` of a folder. Raises LoadFailed naming the file and what is wrong."""
+    return _read(folder / "pair.json", PairFile)
+
+
+def read_report(folder: Path) -> Report | None:
+    """`report.json` of a folder, None when there is none."""
+    file = folder / "report.json"
+    return _read(file, Report) if file.exists() else None
+
+
+def write(folder: Path, name: str, value: PairFile | Report) -> None:
+    """Indented JSON, written aside and renamed."""
+    aside = folder / f".{name}.tmp"
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    aside.rename(folder / name)
+
+
+T = TypeVar("T")
+
+
+def _read(file: Path, kind: type[T]) -> T:
+    try:
+        value = msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as error:
+        raise LoadFailed(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise LoadFailed(f"{file}: {error}") from error
+    if getattr(value, "format", FORMAT) != FORMAT:
+        raise LoadFailed(f"{file}: format {getattr(value, 'format', '?')}, this release reads format {FORMAT}")
+    return value
