@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
+from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, PromptTooLong
+from workers.loader import Loaded
+from workers.prompt import Prompt
+from workers.runtime import Alone
+from workers.sampling import Sampling
+
+
+@pytest.fixture
+def engine(tiny: Loaded, other: Loaded) -> Iterator[Engine]:
+    runtimes = {"tiny": Alone("tiny", tiny, None, 32), "other": Alone("other", other, None, 32)}
+    running = Engine(runtimes, max_running=4, max_queued=40, threads=1)  # type: ignore[arg-type]
+    running.start()
+    yield running
+    running.close()
+
+
+class Asked:
+    """A request with its events."""
+
+    def __init__(self, engine: Engine, ids: list[int], model: str = "tiny", deadline: float | None = None, **asked: Any):
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **asked}
+        prompt = Prompt(tuple(ids), 0)
+        self.job: Job = engine.submit(Request(model, prompt, Sampling(**asked), self.events.put, deadline=deadline))
+
+    def all(self) -> list[Event]:
+        """Until the end."""
+        seen = []
+        while not seen or not isinstance(seen[-1], Done | Failed):
+            seen.append(self.events.get(timeout=30))
+        return seen
+
+    def text(self, index: int = 0) -> str:
+        return "".join(e.text for e in self.all() if isinstance(e, Text) and e.index == index)
+
+
+def some_ids(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(2, 390) for _ in range(length)]  # noqa: S311
+
+
+def generate(model: Loaded, ids: list[int], tokens: int) -> list[int]:
+    """What transformers' own greedy loop answers."""
+    out = model.model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return [int(t) for t in out[0, len(ids) :]]
+
+
+def test_alone_the_answer_is_generates(engine: Engine, tiny: Loaded) -> None:
+    """One greedy request gives, token for token, what `generate` gives."""
+    ids = some_ids(70)
+    expected = tiny.tokenizer.decode(generate(tiny, ids, 20), skip_special_tokens=True)
+    assert Asked(engine, ids, max_tokens=20).text() == expected
+
+
+def test_neighbours_do_not_change_an_answer(engine: Engine, tiny: Loaded, other: Loaded) -> None:
+    """Twenty-four requests on two models, of mixed lengths, sampled and greedy, joining and leaving as they come:
+    every greedy answer is what it is alone."""
+    cases = [(some_ids(3 + 11 * i % 150, i), "tiny" if i % 3 else "other", 4 + i % 9) for i in range(24)]
+    asked = []
+    for i, (ids, model, tokens) in enumerate(cases):
+        asked.append(Asked(engine, ids, model, max_tokens=tokens))
+        if i % 4 == 0:
+            Asked(engine, some_ids(20, 100 + i), model, temperature=1.0, seed=i, max_tokens=6)
+        time.sleep(0.003)
+    for one, (ids, model, tokens) in zip(asked, cases, strict=True):
+        loaded = tiny if model == "tiny" else other
+        assert one.text() == loaded.tokenizer.decode(generate(loaded, ids, tokens), skip_special_tokens=True)
+
+
+def test_events_come_in_order_and_usage_is_exact(engine: Engine) -> None:
+    """Started, text, finished, done; as many completion tokens as were allowed."""
+    events = Asked(engine, some_ids(10), max_tokens=5).all()
+    assert events[0] == Started(10, 0)
+    assert isinstance(events[-2], Finished)
+    assert events[-2].reason == "length"
+    assert isinstance(events[-1], Done)
+    assert (events[-1].prompt_tokens, events[-1].completion_tokens) == (10, 5)
+
+
+def test_the_end_token_ends_with_stop(engine: Engine, tiny: Loaded) -> None:
+    """When the model's end token is made likeliest, the answer is empty and has stopped."""
+    eos = min(tiny.eos)
+    events = Asked(engine, some_ids(10), ignore_eos=False, logit_bias={eos: 100.0}).all()
+    assert [type(e) for e in events] == [Started, Finished, Done]
+    assert isinstance(events[1], Finished)
+    assert events[1].reason == "stop"
+
+
+def test_a_stop_string_ends_with_stop(engine: Engine) -> None:
+    """Text before the stop string is sent, and the reason is `stop`."""
+    ids = some_ids(30, 5)
+    whole = Asked(engine, ids, max_tokens=12).text()
+    stop = whole[len(whole) // 2 :][:3]
+    asked = Asked(engine, ids, max_tokens=12, stop=(stop,)).all()
+    assert "".join(e.text for e in asked if isinstance(e, Text)) == whole[: whole.index(stop)]
+    assert any(isinstance(e, Finished) and e.reason == "stop" for e in asked)
+
+
+def test_several_choices_share_one_reading(engine: Engine) -> None:
+    """n choices each finish once; greedy ones are equal, seeded ones differ."""
+    ids = some_ids(12)
+    events = Asked(engine, ids, n=3).all()
+    texts = ["".join(e.text for e in events if isinstance(e, Text) and e.index == i) for i in range(3)]
+    assert texts[0] == texts[1] == texts[2]
+    assert sorted(e.index for e in events if isinstance(e, Finished)) == [0, 1, 2]
+    sampled = Asked(engine, ids, n=3, temperature=2.0, seed=1, max_tokens=12).all()
+    assert len({"".join(e.text for e in sampled if isinstance(e, Text) and e.index == i) for i in range(3)}) > 1
+
+
+def test_cancel_frees_the_place_and_falls_silent(engine: Engine) -> None:
+    """A cancelled request emits no more, and four places serve others though five hundred tokens were asked for."""
+    long = [Asked(engine, some_ids(10, i), max_tokens=1500) for i in range(4)]
+    for one in long:
+        one.events.get(timeout=10)
+    for one in long:
+        one.job.cancel()
+    assert Asked(engine, some_ids(10)).text()
+    time.sleep(0.05)
+    for one in long:
+        while not one.events.empty():
+            assert not isinstance(one.events.get(), Done | Failed)
+    assert engine.load() == (0, 0)
+
+
+def test_a_full_queue_refuses(tiny: Loaded) -> None:
+    """What goes beyond places and queue is refused at once."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=1, max_queued=2, threads=1)
+    jobs = [Asked(engine, some_ids(5)) for _ in range(3)]
+    with pytest.raises(Overloaded):
+        Asked(engine, some_ids(5))
+    engine.start()
+    assert all(job.text() for job in jobs)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "asked", "error"),
+    [
+        ([5], {"model": "nobody"}, PairNotLoaded),
+        ([5] * 2048, {}, PromptTooLong),
+        ([5] * 2000, {"max_tokens": 100}, PromptTooLong),
+        ([5], {"n": 9}, BadPrompt),
+        ([5], {"logit_bias": {4000: 1.0}}, BadPrompt),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_door(
+    engine: Engine, ids: list[int], asked: dict[str, Any], error: type[Exception]
+) -> None:
+    """Refusals come from submit, before any work."""
+    with pytest.raises(error):
+        Asked(engine, ids, **asked)
+
+
+def test_the_deadline_is_kept(engine: Engine) -> None:
+    """An answer that is not complete in time fails, and its place is free."""
+    events = Asked(engine, some_ids(5), max_tokens=1900, deadline=time.monotonic() + 0.1).all()
+    assert isinstance(events[-1], Failed)
+    assert isinstance(events[-1].error, DeadlineExceeded)
+    assert Asked(engine, some_ids(5)).text()
+
+
+def test_closing_fails_what_runs(tiny: Loaded) -> None:
+    """Nobody is left waiting."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, threads=1)
+    engine.start()
+    asked = Asked(engine, some_ids(5), max_tokens=1900)
+    asked.events.get(timeout=10)
+    engine.close()
+    assert isinstance(asked.all()[-1], Failed)
+    with pytest.raises(Overloaded):
+        Asked(engine, some_ids(5))
+
+
+def test_a_long_prompt_does_not_stop_running_answers(engine: Engine) -> None:
+    """While a prompt of many chunks is read, a running answer gets a token after each chunk."""
+    running = Asked(engine, some_ids(5), max_tokens=200)
+    running.events.get(timeout=10)
+    long = Asked(engine, some_ids(1500, 1), max_tokens=1)
+    long.events.get(timeout=20)
+    got = 0
+    while not running.events.empty():
+        got += isinstance(running.events.get(), Text)
+    assert got >= 1500 // 32 // 2
+    running.job.cancel()

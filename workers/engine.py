@@ -1,0 +1,447 @@
+"""The engine: one thread that owns the device, and a running batch that requests join and leave.
+
+Each turn of the loop gives every running answer its next token, then lets one prompt read one chunk. So a long prompt
+delays others by one chunk at most, and an answer that ends frees its place at once. The engine knows runtimes and
+token ids; it knows no HTTP and no message format.
+
+An unexpected error ends the thread and with it the process: whoever supervises the worker starts it anew, which is
+safer than going on with a state that nobody foresaw.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from workers.buffers import Rows
+from workers.detok import Detokenizer
+from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, WorkerError
+from workers.loader import Loaded
+from workers.prompt import Prompt
+from workers.protocol import Rates, Run
+from workers.runtime import Keep, Prefilled, Runtime, Steps, require_room
+from workers.sampling import Chosen, Sampler, Sampling
+
+log = structlog.get_logger("worker.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is read and the first token is certain."""
+
+    prompt_tokens: int
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text of choice `index`, with the tokens that made it where log probabilities were asked for."""
+
+    index: int
+    text: str
+    tokens: tuple[Chosen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Choice `index` has ended: `stop` or `length`."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All choices have ended."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request has ended without (the rest of) its answer."""
+
+    error: WorkerError
+
+
+Event = Started | Text | Finished | Done | Failed
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to answer. `emit` is called from the engine's thread and must not block."""
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    emit: Callable[[Event], None]
+    keep: Keep | None = None
+    deadline: float | None = None
+    """On the `time.monotonic` clock."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through the engine. `cancel` may be called from any thread."""
+
+    request: Request
+    runtime: Runtime
+    max_tokens: int
+    submitted: float
+    cancelled: bool = False
+    began: float = 0.0
+    first: float = 0.0
+    steps: Steps[Prefilled] | None = None
+    prefilled: Prefilled | None = None
+    open: int = 0
+    """Choices still running."""
+    completion_tokens: int = 0
+
+    def cancel(self) -> None:
+        """Free what the job holds within one step; no further event is emitted."""
+        self.cancelled = True
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One running answer of a job: a row of the batch."""
+
+    job: Job
+    index: int
+    sampler: Sampler
+    text: Detokenizer
+    tokens: list[int] = field(default_factory=list)
+    unsent: list[Chosen] = field(default_factory=list)
+
+
+class Batch:
+    """The running answers of one model: choice i lies in row i."""
+
+    def __init__(self, model: Loaded) -> None:
+        self.model = model
+        self.rows = Rows(model.shape, 1, model.dtype, model.device)
+        self.choices: list[Choice] = []
+
+    def step(self) -> torch.Tensor:
+        """Feed each choice's last token. Returns logits (choices, vocabulary)."""
+        positions, mask = self.rows.prepare()
+        out = self.model.model(
+            input_ids=torch.tensor([[c.tokens[-1]] for c in self.choices], device=self.model.device),
+            position_ids=positions,
+            attention_mask=mask,
+            cache=self.rows,
+            use_cache=True,
+        )
+        self.rows.advance()
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def remove(self, row: int) -> None:
+        """Free a row; the last choice moves into it."""
+        self.rows.leave(row)
+        last = self.choices.pop()
+        if row < len(self.choices):
+            self.choices[row] = last
+
+
+class Engine:
+    """Runs requests on the runtimes it is given. `submit` and `Job.cancel` are safe from any thread."""
+
+    def __init__(
+        self, runtimes: dict[str, Runtime], *, max_running: int = 8, max_queued: int = 64, threads: int | None = None
+    ) -> None:
+        self.runtimes = runtimes
+        self.max_running, self.max_queued = max_running, max_queued
+        self.rates = Meter()
+        self.beat = time.monotonic()
+        """When the loop last turned: an engine at work whose beat is old hangs."""
+        self.failed: BaseException | None = None
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._reading: deque[Job] = deque()
+        self._batches: dict[int, Batch] = {}
+        self._open: set[Job] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what runs, and end the thread."""
+        self._closing = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def load(self) -> tuple[int, int]:
+        """(requests being read or answered, requests waiting)."""
+        with self._lock:
+            total = len(self._open)
+        running = len({c.job for b in list(self._batches.values()) for c in list(b.choices)}) + len(self._reading)
+        return min(running, total), max(0, total - running)
+
+    def stalled(self) -> float:
+        """Seconds since the loop last turned, 0 when there is nothing to do."""
+        with self._lock:
+            return time.monotonic() - self.beat if self._open else 0.0
+
+    def submit(self, request: Request) -> Job:
+        """Raises PairNotLoaded, Overloaded, BadPrompt, PromptTooLong; later failures arrive as `Failed`."""
+        runtime = self.runtimes.get(request.model)
+        if runtime is None:
+            raise PairNotLoaded(f"this worker holds no model or pair named {request.model!r}")
+        if request.sampling.n > self.max_running:
+            raise BadPrompt(f"n must be at most {self.max_running} here, and was {request.sampling.n}")
+        strange = sorted(t for t in request.sampling.logit_bias if not 0 <= t < runtime.decoder.vocab)
+        if strange:
+            raise BadPrompt(f"logit_bias names token {strange[0]}; the model has 0..{runtime.decoder.vocab - 1}")
+        job = Job(
+            request,
+            runtime,
+            max_tokens=require_room(request.prompt, runtime.context, request.sampling.max_tokens),
+            submitted=time.monotonic(),
+        )
+        with self._lock:
+            if self._closing or self.failed is not None:
+                raise Overloaded("the worker is going down")
+            if len(self._open) >= self.max_running + self.max_queued:
+                raise Overloaded(f"the queue of {self.max_queued} is full")
+            self._open.add(job)
+        self._inbox.put(job)
+        return job
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._turn()
+        except BaseException as error:
+            self.failed = error
+            # The plain traceback: a formatter that shows local variables would show prompts.
+            log.critical("engine failed", trace=traceback.format_exc())
+            raise
+        finally:
+            with self._lock:
+                left, self._open = list(self._open), set()
+            for job in left:
+                if not job.cancelled:
+                    job.request.emit(Failed(WorkerError("the worker went down while it answered")))
+
+    def _turn(self) -> None:
+        self._receive()
+        self.beat = time.monotonic()
+        self._drop_ended()
+        for batch in self._batches.values():
+            if batch.choices:
+                self._decode(batch)
+        self._begin()
+        if self._reading:
+            self._read_chunk()
+
+    def _receive(self) -> None:
+        """Take new jobs; wait for one when there is nothing else to do."""
+        idle = not (self._waiting or self._reading or any(b.choices for b in self._batches.values()))
+        for block in itertools.chain([idle], itertools.repeat(False)):
+            try:
+                job = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            if job is not None:
+                self._waiting.append(job)
+
+    def _drop_ended(self) -> None:
+        """Free what belongs to jobs that were cancelled or whose time ran out."""
+        now = time.monotonic()
+        for job in list(self._open):
+            if job.request.deadline is not None and now > job.request.deadline and not job.cancelled:
+                self._fail(job, DeadlineExceeded("the answer was not complete in the time the caller allowed"))
+            if job.cancelled:
+                self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        job.cancelled = True
+        with self._lock:
+            self._open.discard(job)
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if job in self._reading:
+            self._reading.remove(job)
+        if job.steps is not None:
+            job.steps.close()
+        for batch in self._batches.values():
+            for row in range(len(batch.choices) - 1, -1, -1):
+                if batch.choices[row].job is job:
+                    batch.remove(row)
+
+    def _fail(self, job: Job, error: WorkerError) -> None:
+        job.request.emit(Failed(error))
+        self._forget(job)
+
+    def _begin(self) -> None:
+        """Let waiting jobs begin to read while there are places for all their choices."""
+        taken = sum(len(b.choices) for b in self._batches.values()) + sum(j.request.sampling.n for j in self._reading)
+        while self._waiting and taken + self._waiting[0].request.sampling.n <= self.max_running:
+            job = self._waiting.popleft()
+            job.began = time.monotonic()
+            job.steps = job.runtime.prefill(job.request.prompt, job.request.keep)
+            self._reading.append(job)
+            taken += job.request.sampling.n
+
+    def _read_chunk(self) -> None:
+        """One chunk of the oldest prompt that is being read."""
+        job = self._reading[0]
+        if job.steps is None:
+            raise AssertionError("a job that is read has steps")
+        try:
+            next(job.steps)
+        except StopIteration as end:
+            self._reading.popleft()
+            self._answer(job, end.value)
+        except WorkerError as error:
+            self._fail(job, error)
+
+    def _answer(self, job: Job, prefilled: Prefilled) -> None:
+        """The prompt is read: choose first tokens, and let the choices join the batch."""
+        job.first = time.monotonic()
+        job.prefilled = prefilled
+        self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
+        asked, prompt = job.request.sampling, job.request.prompt
+        batch = self._batch(job.runtime.decoder)
+        job.open = asked.n
+        job.request.emit(Started(len(prompt), prefilled.spent.reused))
+        for index in range(asked.n):
+            detokenizer = Detokenizer(job.runtime.decoder.tokenizer, asked.stop)
+            choice = Choice(job, index, Sampler(asked, prompt.ids, index), detokenizer)
+            batch.rows.join(prefilled.kv)
+            batch.choices.append(choice)
+            if self._deliver(choice, choice.sampler.choose(prefilled.logits)):
+                self._end(batch, len(batch.choices) - 1)
+
+    def _batch(self, model: Loaded) -> Batch:
+        key = id(model.model)
+        if key not in self._batches:
+            self._batches[key] = Batch(model)
+        return self._batches[key]
+
+    def _decode(self, batch: Batch) -> None:
+        began = time.perf_counter()
+        logits = batch.step()
+        likeliest = logits.argmax(dim=-1).tolist()
+        took = time.perf_counter() - began
+        for name in {c.job.runtime.name for c in batch.choices}:
+            self.rates.wrote(name, took)
+        for row, choice in reversed(list(enumerate(batch.choices))):
+            sampler = choice.sampler
+            # Rows go from the last to the first: what moves into a freed row has had its turn.
+            chosen = sampler.record(likeliest[row]) if sampler.sampling.greedy else sampler.choose(logits[row])
+            if self._deliver(choice, chosen):
+                self._end(batch, row)
+
+    def _deliver(self, choice: Choice, chosen: Chosen) -> bool:
+        """Send what has become certain. True when the choice has ended."""
+        job, asked = choice.job, choice.job.request.sampling
+        job.completion_tokens += 1
+        choice.tokens.append(chosen.token)
+        if asked.logprobs is not None:
+            choice.unsent.append(chosen)
+        ended = chosen.token in job.runtime.decoder.eos and not asked.ignore_eos
+        text = "" if ended else choice.text.push(chosen.token)
+        reason = "stop" if ended or choice.text.stopped else None
+        if reason is None and len(choice.tokens) >= job.max_tokens:
+            reason = "length"
+        if reason is not None:
+            text += choice.text.flush()
+            reason = "stop" if choice.text.stopped else reason
+        if text or (reason and choice.unsent):
+            job.request.emit(Text(choice.index, text, tuple(choice.unsent)))
+            choice.unsent.clear()
+        if reason is not None:
+            job.request.emit(Finished(choice.index, reason))
+        return reason is not None
+
+    def _end(self, batch: Batch, row: int) -> None:
+        choice = batch.choices[row]
+        job = choice.job
+        job.open -= 1
+        if job.request.keep is not None and job.request.sampling.n == 1:
+            # The last token was chosen but not read: its KV does not exist.
+            ids = (*job.request.prompt.ids, *choice.tokens[:-1])
+            job.runtime.keep_answer(ids, batch.rows.kv(row, 0, len(ids)), job.request.keep)
+        batch.remove(row)
+        if not job.open:
+            job.request.emit(Done(len(job.request.prompt), job.completion_tokens, self._account(job)))
+            with self._lock:
+                self._open.discard(job)
+
+    def _account(self, job: Job) -> Run:
+        now = time.monotonic()
+        if job.prefilled is None:
+            raise AssertionError("a job that ends has been read")
+        spent = job.prefilled.spent
+        return Run(
+            queue_ms=(job.began - job.submitted) * 1e3,
+            prefill_ms=(job.first - job.began) * 1e3,
+            sharer_ms=spent.sharer_s * 1e3,
+            fuse_ms=spent.fuse_s * 1e3,
+            decode_ms=(now - job.first) * 1e3,
+            reused_tokens=spent.reused,
+            fingerprint=job.runtime.fingerprint,
+            gates_open=spent.gates_open,
+            change=spent.change,
+        )
+
+
+class Meter:
+    """Tokens per second by runtime name: decayed sums, so that recent work counts most."""
+
+    _DECAY = 0.9
+
+    def __init__(self) -> None:
+        self._reads: dict[str, tuple[float, float]] = {}
+        self._writes: dict[str, tuple[float, float]] = {}
+
+    def read(self, name: str, tokens: int, seconds: float) -> None:
+        """Tokens of a prompt that were computed, and the time it took."""
+        if tokens > 0 and seconds > 0:
+            self._add(self._reads, name, tokens, seconds)
+
+    def wrote(self, name: str, seconds: float) -> None:
+        """One decode step: one token for each answer in it."""
+        self._add(self._writes, name, 1, seconds)
+
+    def rates(self) -> dict[str, Rates]:
+        """What is known so far."""
+        return {
+            name: Rates(tokens / seconds, self._rate(self._writes, name))
+            for name, (tokens, seconds) in list(self._reads.items())
+        }
+
+    def _add(self, sums: dict[str, tuple[float, float]], name: str, tokens: float, seconds: float) -> None:
+        t, s = sums.get(name, (0.0, 0.0))
+        sums[name] = (t * self._DECAY + tokens, s * self._DECAY + seconds)
+
+    def _rate(self, sums: dict[str, tuple[float, float]], name: str) -> float:
+        tokens, seconds = sums.get(name, (0.0, 0.0))
+        return tokens / seconds if seconds else 0.0

@@ -1,0 +1,284 @@
+"""What a name stands for on a worker: one model alone, or a pair. Knows models, fusers and stored KV; no requests.
+
+A runtime reads a prompt in chunks, under the engine's inference mode, as a generator that yields between them, so that the engine can let running answers
+go on. What it returns is the KV that the receiver decodes from, and the logits of the first token.
+
+Taint: whatever a receiver computes after projected KV depends on that KV, so it is never stored as what the model
+computes alone. Only `Alone` stores what it reads and writes under the `plain` space; a pair stores the sharer's and the
+receiver's own reading (both untouched by fusing) and the projected slots under their own `fused` space.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+
+from workers import pairs
+from workers.buffers import Sequence
+from workers.cache import KVCache
+from workers.errors import BadPrompt, PromptTooLong
+from workers.fusers.base import Fuser
+from workers.keys import Scope, Space
+from workers.loader import Loaded
+from workers.prompt import Prompt
+from workers.store import KVStore
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work in chunks: yields after each, returns its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Under which tenant KV may be found and stored, and within what bounds."""
+
+    scope: Scope
+    ttl: float
+    max_bytes: int
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where the time of one prompt went, in seconds of this thread, and what came from the store."""
+
+    computed_tokens: int = 0
+    compute_s: float = 0.0
+    sharer_s: float = 0.0
+    fuse_s: float = 0.0
+    reused: int = 0
+    gates_open: float = 1.0
+    change: float = 0.0
+    read: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """The receiver's KV of the whole prompt, and the logits (vocabulary,) of what comes next."""
+
+    kv: KVCache
+    logits: torch.Tensor
+    spent: Spent
+
+
+class Runtime(Protocol):
+    """One name on a worker."""
+
+    name: str
+    fingerprint: str
+    context: int
+    decoder: Loaded
+    """The model that answers: it decodes, and its tokenizer makes the prompt."""
+
+    def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
+        """Read the prompt. Raises BadPrompt."""
+
+    def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
+        """Store prompt and answer for the next turn, where that is exact."""
+
+
+class Reader:
+    """Reads tokens with one model, from where stored KV ends."""
+
+    def __init__(self, loaded: Loaded, store: KVStore | None, chunk: int, role: str) -> None:
+        self.loaded = loaded
+        self.store = store
+        self.chunk = chunk
+        self.role = role
+        self.space = Space("plain", {**loaded.identity, "template": loaded.digests.template})
+
+    def sequence(self, tokens: int) -> Sequence:
+        """Room for so many tokens."""
+        model = self.loaded
+        return Sequence(model.shape, tokens, model.dtype, model.device)
+
+    def recall(self, into: Sequence, ids: tuple[int, ...], keep: Keep | None, space: Space, limit: int) -> int:
+        """Put the longest stored prefix of at most `limit` tokens into the sequence; returns its length."""
+        if keep is None or self.store is None or limit <= 0:
+            return 0
+        hit = self.store.find(keep.scope, space, ids, limit=limit, role=self.role)
+        kv = self.store.load(hit) if hit is not None else None
+        if kv is None or not len(kv):
+            return 0
+        into.put(kv)
+        return len(kv)
+
+    def keep(
+        self, ids: tuple[int, ...], kv: KVCache, keep: Keep | None, start: int, space: Space | None = None
+    ) -> None:
+        """Store whole blocks from `start` on; returns at once."""
+        if keep is not None and self.store is not None:
+            self.store.save(
+                keep.scope,
+                space or self.space,
+                ids[: len(kv)],
+                kv,
+                start=start,
+                ttl=keep.ttl,
+                max_bytes=keep.max_bytes,
+                role=self.role,
+            )
+
+    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
+        """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one.
+
+        The chunks end at multiples of the chunk size, wherever reading begins: a partial hit then computes the same
+        chunks as a cold run from the last edge on.
+        """
+        logits = torch.empty(0)
+        while into.seen < len(ids):
+            end = min(len(ids), (into.seen // self.chunk + 1) * self.chunk)
+            began = time.perf_counter()
+            logits = self._forward(into, ids[into.seen : end])
+            spent.compute_s += time.perf_counter() - began
+            yield
+        return logits
+
+    def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:
+        device = self.loaded.device
+        out = self.loaded.model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.arange(into.seen, into.seen + len(ids), device=device)[None],
+            cache=into,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        into.advance(len(ids))
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+
+class Alone:
+    """One model reads and answers. Also an identity pair, where sharer and receiver are one model."""
+
+    def __init__(
+        self, name: str, loaded: Loaded, store: KVStore | None, chunk: int, *, fingerprint: str = "", role: str = "own"
+    ) -> None:
+        self.name = name
+        self.decoder = loaded
+        self.context = loaded.context
+        self.fingerprint = fingerprint or loaded.fingerprint
+        self._reader = Reader(loaded, store, chunk, role)
+
+    def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
+        spent, ids, reader = Spent(), prompt.ids, self._reader
+        sequence = reader.sequence(len(ids))
+        # The last token is always computed: its logits are the answer's beginning, and logits are not stored.
+        spent.reused = reader.recall(sequence, ids, keep, reader.space, len(ids) - 1)
+        logits = yield from reader.read(sequence, ids, spent)
+        spent.computed_tokens = len(ids) - spent.reused
+        reader.keep(ids, sequence.kv(), keep, spent.reused)
+        return Prefilled(sequence.kv(), logits, spent)
+
+    def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
+        self._reader.keep(ids, kv, keep, 0)
+
+
+class Paired:
+    """A sharer reads, a fuser projects, a receiver goes on and answers."""
+
+    def __init__(
+        self,
+        name: str,
+        sharer: Loaded,
+        receiver: Loaded,
+        fuser: Fuser,
+        *,
+        mode: str,
+        scope: str,
+        store: KVStore | None,
+        chunk: int,
+    ) -> None:
+        self.name = name
+        self.decoder = receiver
+        self.fuser = fuser
+        self.mode, self.scope = mode, scope
+        self.context = min(sharer.context, receiver.context)
+        self.fingerprint = pairs.fingerprint(
+            sharer.identity, receiver.identity, kind=fuser.kind, digest=fuser.digest, mode=mode, scope=scope
+        )
+        self._sharer = Reader(sharer, store, chunk, "source")
+        self._receiver = Reader(receiver, store, chunk, "own")
+        self._fused = Reader(receiver, store, chunk, "fused")
+        self._fused.space = Space("fused", {"pair": self.fingerprint, "template": receiver.digests.template})
+
+    def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
+        spent, ids = Spent(), prompt.ids
+        shared = self._shared(prompt)
+        target = self._receiver.sequence(len(ids))
+        spent.gates_open = self.fuser.change().gates_open
+        spent.reused = self._fused.recall(target, ids[:shared], keep, self._fused.space, shared)
+        if spent.reused < shared:
+            yield from self._fuse(target, ids[:shared], keep, spent)
+        logits = yield from self._receiver.read(target, ids, spent)
+        spent.computed_tokens = len(ids) - spent.reused
+        return Prefilled(target.kv(), logits, spent)
+
+    def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
+        """Nothing: all that follows projected KV is tainted by it."""
+
+    def _shared(self, prompt: Prompt) -> int:
+        """How many tokens the sharer reads for the receiver; at least one is left for the receiver."""
+        if self.scope == "prompt":
+            return len(prompt) - 1
+        if not prompt.context:
+            raise BadPrompt(
+                f"pair {self.name} shares what stands before the last user message, and nothing stands there: "
+                "put the document into a system message or an earlier turn"
+            )
+        return prompt.context
+
+    def _fuse(self, target: Sequence, ids: tuple[int, ...], keep: Keep | None, spent: Spent) -> Steps[None]:
+        """Bring target from the end of its stored prefix to len(ids), through sharer and fuser."""
+        start = target.seen
+        began = spent.compute_s
+        source, from_source = yield from self._read_alone(self._sharer, ids, keep, spent)
+        spent.sharer_s = spent.compute_s - began
+        own, from_own = None, from_source
+        if self.fuser.needs_own:
+            own, from_own = yield from self._read_alone(self._receiver, ids, keep, spent)
+            own = own.slice(start, len(ids))
+        if not start:
+            spent.reused = min(from_source, from_own)
+        clock = time.perf_counter()
+        projected = self.fuser.project(source.slice(start, len(ids)), own, start)
+        if own is not None:
+            spent.change = relative_change(projected, own)
+        target.put(projected)
+        spent.fuse_s = time.perf_counter() - clock
+        self._fused.keep(ids, target.kv(), keep, start, self._fused.space)
+        yield
+
+    def _read_alone(
+        self, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
+    ) -> Steps[tuple[KVCache, int]]:
+        sequence = reader.sequence(len(ids))
+        reused = reader.recall(sequence, ids, keep, reader.space, len(ids))
+        yield from reader.read(sequence, ids, spent)
+        if reused < len(ids):
+            reader.keep(ids, sequence.kv(), keep, reused)
+        return sequence.kv(), reused
+
+
+def relative_change(fused: KVCache, own: KVCache) -> float:
+    """Mean over layers and K, V of ‖fused − own‖₂ / ‖own‖₂. One transfer to the host, after all layers."""
+    ratios = [
+        (f - o).float().norm() / o.float().norm().clamp_min(1e-12)
+        for f, o in zip((*fused.keys, *fused.values), (*own.keys, *own.values), strict=True)
+    ]
+    return float(torch.stack(ratios).mean())
+
+
+def require_room(prompt: Prompt, context: int, max_tokens: int | None) -> int:
+    """Tokens the answer may have. Raises PromptTooLong in OpenAI's words."""
+    room = context - len(prompt)
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        asked = f" and {max_tokens} in the completion" if max_tokens is not None else ""
+        raise PromptTooLong(
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in "
+            f"{len(prompt)} tokens{asked}. Please reduce the length of the messages or completion."
+        )
+    return room if max_tokens is None else max_tokens
