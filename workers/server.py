@@ -1,0 +1,403 @@
+"""The HTTP face of one worker: OpenAI's interface over a Unix socket or TCP, `/state`, `/metrics`, `/health`.
+
+`main` is the worker's process: it loads what its config names, serves, and beats into the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from workers import protocol
+from workers.client import Registry
+from workers.config import Fleet, WorkerConfig
+from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
+from workers.errors import BadPrompt, WorkerError
+from workers.holdings import Holdings
+from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, usage_of
+from workers.prompt import Prompt, chat_prompt, text_prompt
+from workers.protocol import WorkerState
+from workers.runtime import Keep, Runtime
+from workers.sampling import Chosen, Sampling
+
+log = structlog.get_logger("worker")
+
+
+class Worker:
+    """One engine and what it holds, behind HTTP."""
+
+    def __init__(self, config: WorkerConfig, holdings: Holdings, engine: Engine, url: str) -> None:
+        self.config, self.holdings, self.engine, self.url = config, holdings, engine, url
+        self.epoch = secrets.token_hex(8)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/state", self.show_state),
+                Route("/metrics", self.metrics),
+                Route("/health", self.health),
+                Route("/kv/{tenant}", self.purge, methods=["DELETE"]),
+            ]
+        )
+
+    def state(self) -> WorkerState:
+        """The heartbeat."""
+        running, queued = self.engine.load()
+        return WorkerState(
+            name=self.config.name,
+            epoch=self.epoch,
+            url=self.url,
+            pid=os.getpid(),
+            models=self.holdings.models,
+            pairs=self.holdings.pairs,
+            rates=self.engine.rates.rates(),
+            running=running,
+            queued=queued,
+            max_running=self.engine.max_running,
+            max_queued=self.engine.max_queued,
+            free_bytes=self.holdings.free_bytes(),
+            at=time.time(),
+            stalled_s=self.engine.stalled(),
+            loading=self.holdings.loading,
+        )
+
+    async def show_state(self, request: HttpRequest) -> Response:
+        return Response(msgspec.json.encode(self.state()), media_type="application/json")
+
+    async def health(self, request: HttpRequest) -> Response:
+        ok = self.engine.alive and self.engine.failed is None
+        return Response(b'{"status":"ok"}' if ok else b'{"status":"failed"}', 200 if ok else 503)
+
+    async def models(self, request: HttpRequest) -> Response:
+        names = [*(m.name for m in self.holdings.models if m.ready), *(p.name for p in self.holdings.pairs if p.ready)]
+        data = [{"id": n, "object": "model", "created": 0, "owned_by": "twolane"} for n in names]
+        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type="application/json")
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return Response(self.holdings.metrics(self.state()), media_type="text/plain; version=0.0.4")
+
+    async def purge(self, request: HttpRequest) -> Response:
+        store = self.holdings.store
+        if store is None:
+            return Response(b'{"entries":0,"bytes":0}', media_type="application/json")
+        gone = await asyncio.to_thread(store.purge, request.path_params["tenant"])
+        return Response(msgspec.json.encode({"entries": gone.entries, "bytes": gone.bytes}))
+
+    async def chat(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat=True)
+
+    async def complete(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, request: HttpRequest, *, chat: bool) -> Response:
+        try:
+            body = read_body(await request.body(), chat=chat)
+            runtime = self.holdings.runtime(body.model)
+            # Tokenizing a long prompt takes a while: not on the loop.
+            prompt = await asyncio.to_thread(self._prompt, runtime, body)
+            return await self._run(request, body, runtime, prompt)
+        except WorkerError as error:
+            headers = {"retry-after": "1"} if error.status == 503 else None
+            return Response(error_body(error), error.status, headers, "application/json")
+
+    def _prompt(self, runtime: Runtime, body: Body) -> Prompt:
+        tokenizer = runtime.decoder.tokenizer
+        if body.messages is not None:
+            return chat_prompt(tokenizer, body.messages)
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        if len(prompts) != 1:
+            raise BadPrompt(f"one prompt per request is served here, and there were {len(prompts)}")
+        return text_prompt(tokenizer, prompts[0])
+
+    async def _run(self, http: HttpRequest, body: Body, runtime: Runtime, prompt: Prompt) -> Response:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        deadline = http.headers.get(protocol.DEADLINE_MS)
+        request = Request(
+            model=body.model,
+            prompt=prompt,
+            sampling=sampling_of(body),
+            emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
+            keep=self._keep(http),
+            deadline=None if deadline is None else time.monotonic() + _number(deadline, protocol.DEADLINE_MS) / 1e3,
+        )
+        job = self.engine.submit(request)
+        started = await _or_hang_up(http, job, events)
+        if started is None:
+            return Response(status_code=499)
+        headers = {protocol.KV: f"{started.reused}/{started.prompt_tokens}"}
+        answer = Answer(body.model, runtime.fingerprint, chat=body.messages is not None)
+        text = Texts(runtime.decoder.tokenizer)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            frames = stream(job, events, answer, text, started, usage=usage)
+            return _Stream(job, frames, headers)
+        whole = await whole_answer(http, job, events, answer, text, started)
+        return Response(whole, 200 if whole else 499, headers, "application/json")
+
+    def _keep(self, http: HttpRequest) -> Keep | None:
+        tenant, store = http.headers.get(protocol.TENANT), self.holdings.store
+        if tenant is None or store is None:
+            return None
+        encrypt = http.headers.get(protocol.KV_ENCRYPT) == "1"
+        return Keep(
+            store.scope(tenant, encrypt=encrypt),
+            ttl=_number(http.headers.get(protocol.KV_TTL, "86400"), protocol.KV_TTL),
+            max_bytes=int(_number(http.headers.get(protocol.KV_MAX_BYTES, str(1 << 32)), protocol.KV_MAX_BYTES)),
+        )
+
+
+class _Stream(StreamingResponse):
+    """Cancels its job however it ends, also when the caller left before the first frame was asked for."""
+
+    def __init__(self, job: Job, frames: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        super().__init__(frames, headers=headers, media_type="text/event-stream")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
+
+
+def _number(text: str, header: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadPrompt(f"header {header} must be a number, and was {text!r}") from None
+
+
+async def _or_hang_up(http: HttpRequest, job: Job, events: asyncio.Queue[Event]) -> Started | None:
+    """The first event, or None when the caller left before it. Raises what the engine failed with."""
+    event = await _next(http, job, events)
+    match event:
+        case None:
+            return None
+        case Started():
+            return event
+        case Failed(error=error):
+            raise error
+        case _:
+            raise AssertionError(f"an answer begins with Started, not {type(event).__name__}")
+
+
+async def _next(http: HttpRequest, job: Job, events: asyncio.Queue[Event]) -> Event | None:
+    """The next event; None, with the job cancelled, when the caller hangs up while it is waited for."""
+    if not events.empty():
+        return events.get_nowait()
+    get = asyncio.ensure_future(events.get())
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({get, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if get.done():
+            return get.result()
+        job.cancel()
+        return None
+    finally:
+        get.cancel()
+        gone.cancel()
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Texts:
+    """Log probabilities in OpenAI's shape."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, tokens: tuple[Chosen, ...]) -> dict[str, Any] | None:
+        """None where none were asked for."""
+        if not tokens:
+            return None
+        return {"content": [self._entry(c.token, c.logprob, c.top) for c in tokens], "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...] | None) -> dict[str, Any]:
+        text = self._tokenizer.decode([token])
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        if top is not None:
+            entry["top_logprobs"] = [self._entry(t, p, None) for t, p in top]
+        return entry
+
+
+async def stream(
+    job: Job, events: asyncio.Queue[Event], answer: Answer, texts: Texts, started: Started, *, usage: bool
+) -> AsyncIterator[bytes]:
+    """SSE frames of one job."""
+    if answer.chat:
+        for index in range(job.request.sampling.n):
+            yield answer.opening(index)
+    while True:
+        event = await events.get()
+        match event:
+            case Text(index=index, text=text, tokens=tokens):
+                yield answer.delta(index, text, texts.logprobs(tokens))
+            case Finished(index=index, reason=reason):
+                yield answer.finish(index, reason)
+            case Done(prompt_tokens=prompt, completion_tokens=completion, run=run):
+                if usage:
+                    yield answer.usage(usage_of(prompt, completion, started.reused), run)
+                yield DONE
+                return
+            case Failed(error=error):
+                yield error_event(error)
+                return
+            case Started():
+                raise AssertionError("an answer starts once")
+
+
+async def whole_answer(
+    http: HttpRequest, job: Job, events: asyncio.Queue[Event], answer: Answer, texts: Texts, started: Started
+) -> bytes:
+    """The body of a plain answer; empty when the caller hung up. Raises what the engine failed with."""
+    parts: list[list[str]] = [[] for _ in range(job.request.sampling.n)]
+    tokens: list[list[Chosen]] = [[] for _ in parts]
+    reasons = ["length"] * len(parts)
+    while True:
+        event = await _next(http, job, events)
+        match event:
+            case None:
+                return b""
+            case Text(index=index, text=text, tokens=new):
+                parts[index].append(text)
+                tokens[index].extend(new)
+            case Finished(index=index, reason=reason):
+                reasons[index] = reason
+            case Failed(error=error):
+                raise error
+            case Done(prompt_tokens=prompt, completion_tokens=completion, run=run):
+                choices = [
+                    _choice(answer, i, "".join(parts[i]), texts.logprobs(tuple(tokens[i])), reasons[i])
+                    for i in range(len(parts))
+                ]
+                return answer.whole(choices, usage_of(prompt, completion, started.reused), run)
+            case Started():
+                raise AssertionError("an answer starts once")
+
+
+def _choice(answer: Answer, index: int, text: str, logprobs: dict[str, Any] | None, reason: str) -> dict[str, Any]:
+    content: dict[str, Any] = (
+        {"message": {"role": "assistant", "content": text, "refusal": None}} if answer.chat else {"text": text}
+    )
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def sampling_of(body: Body) -> Sampling:
+    """Raises BadPrompt for values out of range."""
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+                     "repetition_penalty", "n")
+        if (value := getattr(body, name)) is not None
+    }  # fmt: skip
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    try:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    except ValueError as error:
+        raise BadPrompt(f"logit_bias must have token ids as keys ({error})") from error
+    asked = None
+    if body.logprobs is True:
+        asked = body.top_logprobs or 0
+    elif body.top_logprobs is not None:
+        raise BadPrompt("top_logprobs needs logprobs: true")
+    return Sampling(
+        **given,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        stop=tuple(s for s in stop if s),
+        logit_bias=bias,
+        logprobs=asked,
+        ignore_eos=body.ignore_eos,
+    )
+
+
+async def beat(worker: Worker, registry: Registry, every: float) -> None:
+    """Write the heartbeat for ever; end the process when the engine has failed."""
+    while True:
+        if worker.engine.failed is not None or not worker.engine.alive:
+            log.error("engine is gone; ending", worker=worker.config.name)
+            os._exit(1)
+        await registry.publish(worker.state())
+        await asyncio.sleep(every)
+
+
+async def serve(worker: Worker, registry: Registry, *, every: float = 1.0) -> None:
+    """Serve until SIGTERM; what runs then has a few seconds to end."""
+    kind, _, place = worker.url.partition(":")
+    if kind == "unix":
+        Path(place).unlink(missing_ok=True)  # noqa: ASYNC240 - once, before anything is served
+        where: dict[str, Any] = {"uds": place}
+    else:
+        host, _, port = worker.url.removeprefix("http://").rpartition(":")
+        where = {"host": host, "port": int(port)}
+    server = uvicorn.Server(
+        uvicorn.Config(
+            worker.app(),
+            **where,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    heart = asyncio.create_task(beat(worker, registry, every))
+    try:
+        await server.serve()
+    finally:
+        heart.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await heart
+        await registry.withdraw(worker.state())
+        await registry.close()
+
+
+def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None = None) -> int:
+    """The worker's process. Exit status 1 when nothing of what its config names could be loaded."""
+    config = next(w for w in fleet.workers if w.name == name)
+    _die_with_parent()
+    holdings = Holdings(fleet, config)
+    engine = Engine(
+        holdings.runtimes, max_running=config.max_running, max_queued=config.max_queued, threads=config.threads
+    )
+    engine.start()
+    worker = Worker(config, holdings, engine, url)
+    holdings.load_in_background(engine)
+    registry = Registry(fleet.redis)
+    try:
+        asyncio.run(serve(worker, registry))
+    finally:
+        engine.close()
+        holdings.close()
+    return 0
+
+
+def _die_with_parent() -> None:
+    """A spawned worker must not outlive its router, however that ends (Linux)."""
+    if os.environ.get("TWOLANE_SPAWNED") and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
