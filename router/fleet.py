@@ -29,8 +29,6 @@ _FRESH_S = 5.0
 """A state older than this says nothing any more."""
 _HANGS_S = 60.0
 """An engine that has work and has not turned for so long hangs; the longest step is a chunk of a few seconds."""
-_SILENT_S = 20.0
-"""A process that does not answer `/state` for so long hangs."""
 _STEADY_S = 60.0
 """A worker that lived so long begins again with the shortest backoff."""
 _BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -39,8 +37,10 @@ _BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 class Spawned:
     """One worker process under supervision: restarted with backoff when it ends or hangs."""
 
-    def __init__(self, config: WorkerConfig, config_file: Path, folder: Path) -> None:
+    def __init__(self, config: WorkerConfig, config_file: Path, folder: Path, *, silent_s: float = 20.0) -> None:
         self.config = config
+        self.silent_s = silent_s
+        """A process that does not answer `/state` for so long hangs."""
         self.url = f"unix:{folder / (config.name + '.sock')}"
         self.state: WorkerState | None = None
         self.restarts = 0
@@ -101,20 +101,19 @@ class Spawned:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Ask for the state each second; kill a process that hangs."""
-        answered = time.monotonic()
+        """Ask for the state each second; kill a process that answered once and now hangs."""
         while True:
             await asyncio.sleep(0.1 if self.state is None else _EVERY_S)
             try:
                 async with self._session.get("http://worker/state") as response:
                     self.state = read_state(await response.read())
-                self._seen = answered = time.monotonic()
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
-                # Not up yet: loading torch takes seconds, and a process that died is seen by its exit.
-                if self.state is None:
-                    answered = max(answered, time.monotonic() - _SILENT_S / 2)
-            hangs = self.state is not None and self.state.stalled_s > _HANGS_S
-            if hangs or (self.state is not None and time.monotonic() - answered > _SILENT_S):
+                self._seen = time.monotonic()
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                # Ordinary while it loads torch; a process that died is seen by its exit.
+                log.debug("worker does not answer", worker=self.config.name, error=type(error).__name__)
+            if self.state is not None and (
+                self.state.stalled_s > _HANGS_S or time.monotonic() - self._seen > self.silent_s
+            ):
                 log.error("worker hangs; killed", worker=self.config.name)
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL)

@@ -148,6 +148,10 @@ class Holdings:
         sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
         engine.submit(Request(name, Prompt(ids, tokens // 2), sampling, watch))
         ended.wait()
+        measured = engine.rates.rates().get(name)
+        if measured is not None:
+            for space in runtime.spaces:
+                self.store.rates(prefill_tokens_per_s=measured.prefill_tokens_per_s, space=space)
 
 
 @dataclass(frozen=True, slots=True)

