@@ -88,6 +88,12 @@ class Facts:
     """Stop buttons in force: `cache`, `pair:NAME`, `tenant:NAME`."""
     pinned: str | None = None
     """Deployment narrowed to by the caller."""
+    strategy: str = "simple-shuffle"
+    """`router_settings.routing_strategy`: how equals within a lane are ordered."""
+    last: str | None = None
+    """Deployment that answered this conversation before; read only where the policy is sticky."""
+    conversation: float | None = None
+    """Digest of the conversation as a number on [0, 1); None where it is not known."""
     labels: dict[str, str] = field(default_factory=dict)
 
 

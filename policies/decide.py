@@ -1,0 +1,122 @@
+"""decide(policy, facts) -> Decision. Pure: no I/O, no clock, no randomness; the same facts give the same decision."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from policies.facts import Decision, DeploymentFacts, Facts, Judged
+from policies.policy import Policy, Terms
+from policies.rules import RULES, Rule, judge_all, overshoot
+
+
+class _Survivor(NamedTuple):
+    """A deployment that no rule refused, with what orders it."""
+
+    rank: tuple[float, ...]
+    """Resting ones last; then what fits the budget, as wished; then the rest, the fastest first."""
+    wish: tuple[int, int, int]
+    """Where the conversation was, the tenant's lane, `order`: least first."""
+    over: float
+    """Estimate as a share of the latency budget; above 1 it does not fit."""
+    deployment: DeploymentFacts
+
+
+def decide(policy: Policy, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Decision:
+    """Judge every deployment and rank those that no rule refuses. Never raises."""
+    terms = policy.terms
+    answers = judge_all(terms, facts, facts.deployments, rules)
+    judged = tuple([Judged(d.id, d.transport, found) for d, (found, _) in zip(facts.deployments, answers, strict=True)])
+    allowed = [d for d, (_, passed) in zip(facts.deployments, answers, strict=True) if passed]
+    if not allowed:
+        return Decision(facts.model, (), _first(judged[0]) if judged else "no_deployments", judged)
+    ranked = _rank(_survivors(terms, facts, allowed), facts.draw)
+    missed = ranked[0].over > 1
+    reason = _reason(terms, facts, judged, ranked)
+    return Decision(facts.model, tuple(s.deployment.id for s in ranked), reason, judged, missed)
+
+
+def _survivors(terms: Terms, facts: Facts, allowed: list[DeploymentFacts]) -> list[_Survivor]:
+    last = facts.last if terms.sticky else None
+    lane = None if last is None else next((d.transport for d in facts.deployments if d.id == last), None)
+    survivors: list[_Survivor] = []
+    for d in allowed:
+        over = overshoot(terms, facts, d)
+        stays = 0 if last is None or d.id == last else 1 if d.transport == lane else 2
+        wish = (stays, terms.lanes.get(d.transport, len(terms.lanes)), d.order)
+        rank = (d.cooling, over if over > 1 else 0.0, *wish, _score(facts.strategy, d))
+        survivors.append(_Survivor(rank, wish, over, d))
+    return survivors
+
+
+def _score(strategy: str, d: DeploymentFacts) -> float:
+    """How equals of one lane are ordered, least first; a tie is drawn by weight."""
+    if strategy == "simple-shuffle":
+        return 0.0
+    match strategy:
+        case "least-busy" | "usage-based-routing" | "usage-based-routing-v2":
+            return d.in_flight
+        case "latency-based-routing":
+            return math.inf if d.estimate is None else d.estimate.total_p50
+        case "cost-based-routing":
+            return math.inf if d.estimate is None else d.estimate.cost
+    return 0.0
+
+
+def _rank(survivors: list[_Survivor], draw: float) -> list[_Survivor]:
+    if len(survivors) == 1:
+        return survivors
+    ranked: list[_Survivor] = []
+    for _, equals in groupby(sorted(survivors, key=_by_rank), key=_by_rank):
+        ties = list(equals)
+        ranked += ties if len(ties) == 1 else shuffled(ties, draw)
+    return ranked
+
+
+_by_rank = itemgetter(0)
+
+
+def shuffled(ties: list[_Survivor], draw: float) -> list[_Survivor]:
+    """In random order, a heavier one earlier in proportion to its weight; one draw on [0, 1) settles all of it.
+
+    After each pick the draw's place within the picked share is uniform again, so it serves the next pick.
+    """
+    left, order = list(ties), []
+    weights = [max(s.deployment.weight, 0.0) for s in left]
+    while len(left) > 1:
+        whole = sum(weights)
+        if not 0 < whole < math.inf:
+            weights, whole = [1.0] * len(left), float(len(left))
+        point, index = draw * whole, 0
+        while index < len(left) - 1 and point >= weights[index]:
+            point -= weights[index]
+            index += 1
+        picked = weights.pop(index)
+        draw = min(point / picked, 1 - 2**-53) if picked > 0 else 0.0
+        order.append(left.pop(index))
+    return order + left
+
+
+def _first(judged: Judged) -> str:
+    return next((v.code for v in judged.verdicts if not v.allowed), "ok")
+
+
+def _reason(terms: Terms, facts: Facts, judged: tuple[Judged, ...], ranked: list[_Survivor]) -> str:
+    """The most telling cause for the first of the ranking, from the strongest criterion to the weakest."""
+    chosen = ranked[0]
+    lane = chosen.deployment.transport
+    if chosen.over > 1:
+        return "budget_missed"
+    for other in ranked:
+        if other.wish < chosen.wish:
+            return "cooldown_avoided" if other.deployment.cooling else "budget_fits"
+    if terms.sticky and facts.last == chosen.deployment.id:
+        return "sticky"
+    if any(s.deployment.transport != lane for s in ranked):
+        return "cache_preferred" if lane == "cache" else "text_preferred"
+    for j in judged:
+        if j.transport != lane:
+            return _first(j)
+    return "only_survivor" if len(ranked) == 1 else "routing_strategy"

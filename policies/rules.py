@@ -1,0 +1,298 @@
+"""Rules: each looks at one deployment and answers with a verdict. Pure, and never raise as seen from outside.
+
+A rule that lacks the fact it needs refuses, and so does one that fails. A verdict that allows may still carry a code
+other than `ok`: a note that explains the ranking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from policies.facts import DeploymentFacts, Facts, Verdict
+from policies.policy import Policy, Terms
+
+REASONS: dict[str, str] = {
+    # refusals
+    "model_not_allowed": "The tenant may not use this model group.",
+    "regulated_text_only": "The tenant is regulated: it has the text lane only.",
+    "transport_not_allowed": "The tenant's policy does not list this lane under transports.",
+    "hint_text": "The caller asked for the text lane.",
+    "hint_cache": "The caller asked for the cache lane.",
+    "pinned_elsewhere": "The caller asked for another deployment.",
+    "stopped": "A stop button is in force.",
+    "region_not_allowed": "The deployment stands in no region that the tenant allows.",
+    "not_rolled_out": "The conversation is not in the share that the rollout lets onto the cache lane.",
+    "pair_unavailable": "No live worker holds this pair.",
+    "pair_not_allowed": "The tenant's policy does not allow this pair.",
+    "pair_rejected": "The pair's report speaks against it.",
+    "pair_unverified": "The tenant asks for a verified pair.",
+    "pair_gain_too_small": "The pair's gain over its receiver is below what the tenant asks for.",
+    "pair_retention_too_small": "The pair keeps less of its receiver's accuracy than the tenant asks for.",
+    "deployment_unavailable": "The deployment cannot be reached.",
+    "context_too_long": "Prompt and answer together do not fit the context.",
+    "needs_unsupported": "The request needs what this deployment cannot do.",
+    "no_context": "The pair reads what stands before the last user message, and nothing does.",
+    "rule_error": "A rule failed, so the deployment is refused.",
+    "no_deployments": "The model group has no deployment.",
+    # notes: allowed, but ranked later
+    "cooling_down": "The deployment rests after failures; others go first.",
+    "over_budget": "The estimate exceeds the latency budget; deployments that fit go first.",
+    "estimate_unknown": "There is a latency budget and no estimate; deployments that fit go first.",
+    # why the first of the ranking was chosen
+    "ok": "The rule allows it.",
+    "cache_preferred": "Both lanes could answer, and the tenant prefers the cache lane.",
+    "text_preferred": "Both lanes could answer, and the tenant prefers the text lane.",
+    "only_survivor": "No other deployment of the group was allowed.",
+    "routing_strategy": "Several deployments of one lane could answer; the routing strategy ordered them.",
+    "sticky": "The conversation stays where it was.",
+    "budget_fits": "What would have gone first exceeds the latency budget.",
+    "budget_missed": "Nothing fits the latency budget; the fastest was taken.",
+    "cooldown_avoided": "What would have gone first rests after failures.",
+}
+"""Every code that a verdict or a decision may carry, with its sentence."""
+
+OK = Verdict(True, "ok")
+REFUSALS = {code: Verdict(False, code) for code in REASONS}
+"""Verdicts without a detail are made once."""
+
+_NONE: frozenset[str] = frozenset()
+"""Compared with, where "not" would take a missing fact for an empty one."""
+_NOT_REJECTED = frozenset({"verified", "unproven"})
+
+Judge = Callable[[Terms, Facts, DeploymentFacts], Verdict]
+
+
+Idle = Callable[[Terms, Facts], bool]
+
+
+class Rule(NamedTuple):
+    """A named judge, and when it need not be asked because its answer is `ok` for every deployment."""
+
+    name: str
+    judge: Judge
+    idle: Idle | None = None
+    cache_only: bool = False
+    """`ok` for every text-lane deployment."""
+
+
+def model(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return OK if terms.models is None or terms.allows_model(facts.model) else REFUSALS["model_not_allowed"]
+
+
+def regulated(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return REFUSALS["regulated_text_only"] if terms.regulated and deployment.transport != "text" else OK
+
+
+def transport(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return OK if deployment.transport in terms.lanes else REFUSALS["transport_not_allowed"]
+
+
+def hint(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if facts.hint == "auto" or facts.hint == deployment.transport:
+        return OK
+    return REFUSALS["hint_cache"] if facts.hint == "cache" else REFUSALS["hint_text"]
+
+
+def pinned(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return OK if facts.pinned is None or facts.pinned == deployment.id else REFUSALS["pinned_elsewhere"]
+
+
+def stopped(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if deployment.transport != "cache" or facts.stopped == _NONE:
+        return OK
+    if "cache" in facts.stopped:
+        return Verdict(False, "stopped", "cache")
+    pair, tenant = deployment.pair, facts.labels.get("tenant")
+    for button in facts.stopped:
+        kind, _, name = button.partition(":")
+        holder = {"pair": None if pair is None else pair.name, "tenant": tenant}.get(kind)
+        if holder is None or holder == name:
+            return Verdict(False, "stopped", button)
+    return OK
+
+
+def region(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if terms.regions is None or deployment.region in terms.regions:
+        return OK
+    return Verdict(False, "region_not_allowed", deployment.region or "region not known")
+
+
+def rollout(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if terms.cache_share >= 1 or deployment.transport != "cache":
+        return OK
+    if facts.conversation is None:
+        return Verdict(False, "not_rolled_out", "conversation not known")
+    return OK if facts.conversation < terms.cache_share else REFUSALS["not_rolled_out"]
+
+
+def pair_available(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if deployment.transport != "cache":
+        return OK
+    pair = deployment.pair
+    if pair is not None and pair.fingerprint is not None:
+        return OK
+    return Verdict(False, "pair_unavailable", "" if pair is None else pair.reason)
+
+
+def pair_allowed(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if deployment.transport != "cache" or (terms.pairs_allowed is None and not terms.pairs_denied):
+        return OK
+    name = None if deployment.pair is None else deployment.pair.name
+    if name is None or name in terms.pairs_denied:
+        return REFUSALS["pair_not_allowed"]
+    return OK if terms.pairs_allowed is None or name in terms.pairs_allowed else REFUSALS["pair_not_allowed"]
+
+
+def pair_proven(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if deployment.transport != "cache":
+        return OK
+    pair = deployment.pair
+    if pair is None:
+        return REFUSALS["pair_unverified"]
+    if pair.verdict not in _NOT_REJECTED:
+        return Verdict(False, "pair_rejected", pair.verdict)
+    if terms.require_verified and pair.verdict != "verified":
+        return Verdict(False, "pair_unverified", pair.verdict)
+    if pair.mode == "fuse":
+        return _at_least(pair.gain, terms.min_gain, "pair_gain_too_small")
+    return _at_least(pair.retention, terms.min_retention, "pair_retention_too_small")
+
+
+def available(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return OK if deployment.available else Verdict(False, "deployment_unavailable", deployment.unavailable)
+
+
+def context(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if deployment.context is None:
+        return OK
+    asked = facts.prompt_tokens + facts.output_tokens
+    if asked <= deployment.context:
+        return OK
+    return Verdict(False, "context_too_long", f"{asked} tokens, {deployment.context} fit")
+
+
+def needs(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if facts.needs.isdisjoint(deployment.cannot):
+        return OK
+    return Verdict(False, "needs_unsupported", ", ".join(sorted(facts.needs & deployment.cannot)))
+
+
+def scope(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    pair = deployment.pair
+    return REFUSALS["no_context"] if pair is not None and pair.scope == "context" and not facts.has_context else OK
+
+
+def cooldown(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    return _COOLING if deployment.cooling else OK
+
+
+def budget(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    over = overshoot(terms, facts, deployment)
+    if over <= 1:
+        return OK
+    return _UNKNOWN if deployment.estimate is None else _OVER
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model", model, lambda terms, facts: terms.models is None),
+    Rule("regulated", regulated, lambda terms, facts: not terms.regulated, cache_only=True),
+    Rule("transport", transport),
+    Rule("hint", hint, lambda terms, facts: facts.hint == "auto"),
+    Rule("pinned", pinned, lambda terms, facts: facts.pinned is None),
+    Rule("stopped", stopped, lambda terms, facts: facts.stopped == _NONE, cache_only=True),
+    Rule("region", region, lambda terms, facts: terms.regions is None),
+    Rule("rollout", rollout, lambda terms, facts: terms.cache_share >= 1, cache_only=True),
+    Rule("pair_available", pair_available, cache_only=True),
+    Rule("pair_allowed", pair_allowed, cache_only=True),
+    Rule("pair_proven", pair_proven, cache_only=True),
+    Rule("available", available),
+    Rule("context", context),
+    Rule("needs", needs, lambda terms, facts: facts.needs == _NONE),
+    Rule("scope", scope, lambda terms, facts: facts.has_context is True),
+    Rule("cooldown", cooldown),
+    Rule("budget", budget, lambda terms, facts: limits(terms, facts) == (math.inf, math.inf)),
+)
+"""In the order in which they are judged and recorded. The last two never refuse: they explain the ranking."""
+
+_COOLING = Verdict(True, "cooling_down")
+_OVER = Verdict(True, "over_budget")
+_UNKNOWN = Verdict(True, "estimate_unknown")
+
+
+def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:
+    """The first refusal, else the first note, else `ok`."""
+    note = OK
+    for verdict in judge_all(policy.terms, facts, (deployment,), rules)[0][0]:
+        if not verdict.allowed:
+            return verdict
+        if note is OK:
+            note = verdict
+    return note
+
+
+def judge_all(
+    terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts], rules: tuple[Rule, ...] = RULES
+) -> list[tuple[tuple[Verdict, ...], bool]]:
+    """For each deployment every rule's verdict, in the rules' order, and whether all allow it.
+
+    Never raises: a rule that fails refuses.
+    """
+    active = _active(rules, terms, facts)
+    on_text = [entry for entry in active if not entry[1].cache_only]
+    answers: list[tuple[tuple[Verdict, ...], bool]] = []
+    for deployment in deployments:
+        found, allowed = [OK] * len(rules), True
+        for place, rule, judge in on_text if deployment.transport == "text" else active:
+            try:
+                verdict = judge(terms, facts, deployment)
+            except Exception as error:
+                verdict = Verdict(False, "rule_error", f"{rule.name}: {type(error).__name__}")
+            # Most verdicts are the one OK: told apart by identity before anything is read or stored.
+            if verdict is not OK:
+                found[place] = verdict
+                allowed = allowed and verdict.allowed
+        answers.append((tuple(found), allowed))
+    return answers
+
+
+def _active(rules: tuple[Rule, ...], terms: Terms, facts: Facts) -> list[tuple[int, Rule, Judge]]:
+    """The rules that must be asked, with their places."""
+    try:
+        return [
+            (place, rule, rule.judge)
+            for place, rule in enumerate(rules)
+            if rule.idle is None or not rule.idle(terms, facts)
+        ]
+    except Exception:  # every judge is asked: the one that meets the same fault refuses
+        return [(place, rule, rule.judge) for place, rule in enumerate(rules)]
+
+
+def limits(terms: Terms, facts: Facts) -> tuple[float, float]:
+    """Milliseconds to the first token and in all. The caller's hint bounds the whole answer, and only ever narrows."""
+    total = terms.total_ms
+    if facts.budget_hint_ms is not None and facts.budget_hint_ms < total:
+        total = facts.budget_hint_ms
+    return terms.ttft_ms, total
+
+
+def overshoot(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> float:
+    """The p90 estimate as a share of the latency budget: at most 1 fits; infinite where it is not known."""
+    ttft, total = limits(terms, facts)
+    if total == math.inf and ttft == math.inf:
+        return 0.0
+    estimate = deployment.estimate
+    if estimate is None or total <= 0:
+        return math.inf
+    share = max(estimate.ttft_p90 / ttft, estimate.total_p90 / total)
+    return math.inf if math.isnan(share) else share
+
+
+def _at_least(measured: float | None, wanted: float | None, code: str) -> Verdict:
+    if wanted is None:
+        return OK
+    if measured is None:
+        return Verdict(False, code, "not measured")
+    # Written so that a NaN refuses.
+    return OK if measured >= wanted else Verdict(False, code, f"{measured:.4g} < {wanted:.4g}")

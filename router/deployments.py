@@ -1,0 +1,324 @@
+"""Deployments: the entries of `model_list`, as a person writes them and as the router asks for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from policies.facts import Transport
+from workers.config import Config
+
+Kind = Literal["http", "litellm", "relay", "local", "cache"]
+
+OPENAI_LIKE: dict[str, tuple[str | None, str | None]] = {
+    "openai": ("https://api.openai.com/v1", "OPENAI_API_KEY"),
+    "hosted_vllm": (None, "HOSTED_VLLM_API_KEY"),
+    "vllm": (None, "HOSTED_VLLM_API_KEY"),
+    "lm_studio": (None, "LM_STUDIO_API_KEY"),
+    "llamafile": ("http://127.0.0.1:8080/v1", None),
+    "custom_openai": (None, None),
+    "openai_like": (None, "OPENAI_LIKE_API_KEY"),
+    "litellm_proxy": (None, "LITELLM_PROXY_API_KEY"),
+    "openrouter": ("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "groq": ("https://api.groq.com/openai/v1", "GROQ_API_KEY"),
+    "together_ai": ("https://api.together.xyz/v1", "TOGETHERAI_API_KEY"),
+    "deepseek": ("https://api.deepseek.com/v1", "DEEPSEEK_API_KEY"),
+    "mistral": ("https://api.mistral.ai/v1", "MISTRAL_API_KEY"),
+    "fireworks_ai": ("https://api.fireworks.ai/inference/v1", "FIREWORKS_API_KEY"),
+    "deepinfra": ("https://api.deepinfra.com/v1/openai", "DEEPINFRA_API_KEY"),
+    "perplexity": ("https://api.perplexity.ai", "PERPLEXITYAI_API_KEY"),
+    "xai": ("https://api.x.ai/v1", "XAI_API_KEY"),
+    "nvidia_nim": ("https://integrate.api.nvidia.com/v1", "NVIDIA_NIM_API_KEY"),
+    "cerebras": ("https://api.cerebras.ai/v1", "CEREBRAS_API_KEY"),
+    "sambanova": ("https://api.sambanova.ai/v1", "SAMBANOVA_API_KEY"),
+    "moonshot": ("https://api.moonshot.ai/v1", "MOONSHOT_API_KEY"),
+    "novita": ("https://api.novita.ai/v3/openai", "NOVITA_API_KEY"),
+    "hyperbolic": ("https://api.hyperbolic.xyz/v1", "HYPERBOLIC_API_KEY"),
+    "nebius": ("https://api.studio.nebius.ai/v1", "NEBIUS_API_KEY"),
+}
+"""Provider prefix -> (base, variable that holds the key when none is written): served over plain HTTP."""
+
+_OLLAMA = frozenset({"ollama", "ollama_chat"})
+
+_FOR_THE_ROUTER = frozenset({"rpm", "tpm", "weight", "order", "max_parallel_requests", "num_retries"})
+
+_SECRET = re.compile(r"key|secret|token|password|credential|headers", re.IGNORECASE)
+_COUNTS = re.compile(r"_tokens$|_per_token$", re.IGNORECASE)
+
+PARAMS = ("litellm_params", "relay_params", "local_params", "cache_params")
+
+
+class LiteLLMParams(BaseModel):
+    """LiteLLM's call parameters. Keys that are not listed are defaults put into the request."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    model: str = Field(min_length=1)
+    api_base: str | None = None
+    base_url: str | None = None
+    """Another name for `api_base`."""
+    api_key: str | None = Field(None, repr=False)
+    api_version: str | None = None
+    organization: str | None = None
+    custom_llm_provider: str | None = None
+    extra_headers: dict[str, str] = Field(default_factory=dict, repr=False)
+    extra_body: dict[str, Any] = Field(default_factory=dict, repr=False)
+    timeout: float | None = Field(None, gt=0)
+    """Seconds without an answer, or without a next event."""
+    stream_timeout: float | None = Field(None, gt=0)
+    max_retries: int | None = Field(None, ge=0)
+    num_retries: int | None = Field(None, ge=0)
+    rpm: int | None = Field(None, ge=0)
+    tpm: int | None = Field(None, ge=0)
+    weight: float | None = Field(None, ge=0, allow_inf_nan=False)
+    order: int | None = None
+    input_cost_per_token: float | None = Field(None, ge=0)
+    output_cost_per_token: float | None = Field(None, ge=0)
+    mock_response: Any = None
+    drop_params: bool | None = None
+
+    @property
+    def api_base_written(self) -> str | None:
+        return self.api_base or self.base_url
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values for body keys that the caller did not send."""
+        return dict(self.model_extra or {})
+
+    @property
+    def for_litellm(self) -> dict[str, Any]:
+        """Keyword arguments for a call through the litellm package: all that is written but is not the router's."""
+        return self.model_dump(exclude_unset=True, exclude=set(_FOR_THE_ROUTER))
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        yield "model", self.model
+        yield "api_base", self.api_base
+
+
+class _OnWorkers(Config):
+    """What LiteLLM writes into `litellm_params`, for the kinds it does not have."""
+
+    weight: float | None = Field(None, ge=0, allow_inf_nan=False)
+    order: int | None = None
+    timeout: float | None = Field(None, gt=0)
+
+
+class RelayParams(_OnWorkers):
+    """Text lane: the group `sharer` writes a hint that the group `receiver` reads."""
+
+    sharer: str
+    receiver: str
+    max_hint_tokens: int = Field(128, ge=1)
+
+
+class LocalParams(_OnWorkers):
+    """Text lane: one model of a worker, alone; a name among `models`."""
+
+    model: str
+
+
+class CacheParams(_OnWorkers):
+    """Cache lane: a name among `pairs`."""
+
+    pair: str
+
+
+class Latency(Config):
+    """What to expect before anything was measured."""
+
+    ttft_ms: float = Field(gt=0)
+    tokens_per_s: float | None = Field(None, gt=0)
+
+
+class ModelInfo(BaseModel):
+    """What is known of a deployment. Other keys are kept as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    id: str | None = None
+    region: str | None = None
+    mode: str | None = None
+    base_model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_input_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    input_cost_per_token: float | None = Field(None, ge=0)
+    output_cost_per_token: float | None = Field(None, ge=0)
+    latency: Latency | None = None
+
+
+class Deployment(Config):
+    """One way to answer for the group `model_name`."""
+
+    model_name: str = Field(min_length=1)
+    litellm_params: LiteLLMParams | None = None
+    relay_params: RelayParams | None = None
+    local_params: LocalParams | None = None
+    cache_params: CacheParams | None = None
+    model_info: ModelInfo = ModelInfo()
+    _position: int = PrivateAttr(0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        written = [name for name in PARAMS if getattr(self, name) is not None]
+        if len(written) != 1:
+            found = "none is" if not written else f"found {' and '.join(written)}"
+            raise ValueError(f"exactly one of {', '.join(PARAMS)} is needed; {found}")
+        return self
+
+    @property
+    def params(self) -> LiteLLMParams | RelayParams | LocalParams | CacheParams:
+        """The one that is written."""
+        found = self.litellm_params or self.relay_params or self.local_params or self.cache_params
+        assert found is not None  # noqa: S101  (held by the validator)
+        return found
+
+    @cached_property
+    def id(self) -> str:
+        """`model_info.id`, else 12 hex digits over the entry without its secrets, and its place among equal ones."""
+        if self.model_info.id is not None:
+            return self.model_info.id
+        return self.digest if self._position == 0 else f"{self.digest}-{self._position}"
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the entry without its secrets: a rotated key keeps the id."""
+        entry = _without_secrets(self.model_dump(mode="json", exclude_unset=True))
+        return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:12]
+
+    @cached_property
+    def kind(self) -> Kind:
+        if self.litellm_params is None:
+            return "relay" if self.relay_params else "local" if self.local_params else "cache"
+        return "http" if self.litellm_params.mock_response is None and self._speaks_openai() else "litellm"
+
+    @property
+    def transport(self) -> Transport:
+        return "cache" if self.cache_params is not None else "text"
+
+    @cached_property
+    def provider(self) -> str:
+        """LiteLLM's provider name; empty where LiteLLM infers it from the model's name."""
+        params = self.litellm_params
+        if params is None:
+            return ""
+        if params.custom_llm_provider:
+            return params.custom_llm_provider
+        head, slash, _ = params.model.partition("/")
+        if slash:
+            return head
+        return "openai" if params.api_base_written or params.model.startswith(_OPENAI_NAMES) else ""
+
+    @cached_property
+    def upstream_model(self) -> str:
+        """What the upstream or worker gets as `model`; a trailing `*` stands for the matched part."""
+        if self.litellm_params is not None:
+            model = self.litellm_params.model
+            return model.removeprefix(f"{self.provider}/") if self.kind == "http" else model
+        if self.local_params is not None:
+            return self.local_params.model
+        return self.cache_params.pair if self.cache_params is not None else self.model_name
+
+    def upstream_for(self, model: str) -> str:
+        """The upstream's name for what the caller asked: `openai/*` passes on what the group's `*` stood for."""
+        if not self.upstream_model.endswith("*") or not self.model_name.endswith("*"):
+            return self.upstream_model
+        return self.upstream_model[:-1] + model.removeprefix(self.model_name[:-1])
+
+    @cached_property
+    def api_base(self) -> str | None:
+        """Without a trailing slash; None where only the litellm package knows it."""
+        params = self.litellm_params
+        if params is None:
+            return None
+        base = params.api_base_written or OPENAI_LIKE.get(self.provider, (None, None))[0]
+        return base.rstrip("/") if base else None
+
+    @property
+    def api_key(self) -> str | None:
+        """The key as written, else from the provider's own variable."""
+        if self.litellm_params is None:
+            return None
+        variable = OPENAI_LIKE.get(self.provider, (None, None))[1]
+        return self.litellm_params.api_key or (os.environ.get(variable) if variable else None)
+
+    @property
+    def weight(self) -> float:
+        """LiteLLM's `weight`, else `rpm`, else `tpm`, else 1."""
+        params = self.params
+        if params.weight is not None:
+            return params.weight
+        if isinstance(params, LiteLLMParams):
+            return float(params.rpm or params.tpm or 1)
+        return 1.0
+
+    @property
+    def order(self) -> int:
+        """Lower goes first."""
+        return 1 if self.params.order is None else self.params.order
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds; None takes the router's."""
+        return self.params.timeout
+
+    @property
+    def num_retries(self) -> int | None:
+        """Further tries here after the first; None takes the router's."""
+        params = self.litellm_params
+        if params is None:
+            return None
+        return params.num_retries if params.num_retries is not None else params.max_retries
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """USD per prompt token and per completion token."""
+        params, info = self.litellm_params, self.model_info
+        into = params.input_cost_per_token if params else None
+        out = params.output_cost_per_token if params else None
+        return (
+            (info.input_cost_per_token or 0.0) if into is None else into,
+            (info.output_cost_per_token or 0.0) if out is None else out,
+        )
+
+    def _speaks_openai(self) -> bool:
+        params = self.litellm_params
+        if params is None or params.api_version is not None:
+            return False
+        if self.provider in _OLLAMA:
+            return (params.api_base_written or "").rstrip("/").endswith("/v1")
+        return self.provider in OPENAI_LIKE and self.api_base is not None
+
+
+_OPENAI_NAMES = ("gpt-", "o1", "o3", "o4", "chatgpt-", "text-embedding-", "ft:gpt-")
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            k: _without_secrets(v) for k, v in value.items() if _COUNTS.search(str(k)) or not _SECRET.search(str(k))
+        }
+    if isinstance(value, list):
+        return [_without_secrets(v) for v in value]
+    return value
+
+
+def number(deployments: Iterable[Deployment]) -> None:
+    """Give equal entries their places, so that their ids differ. Raises ValueError for an id written twice."""
+    seen: dict[str, int] = {}
+    for deployment in deployments:
+        if deployment.model_info.id is not None:
+            if deployment.model_info.id in seen:
+                raise ValueError(f"model_info.id {deployment.model_info.id!r} is written twice")
+            seen[deployment.model_info.id] = 1
+        else:
+            deployment._position = seen.get(deployment.digest, 0)
+            seen[deployment.digest] = deployment._position + 1

@@ -1,0 +1,213 @@
+"""Every key of LiteLLM's config.yaml, and what becomes of it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Class = Literal["works", "named", "refused"]
+"""works: does what it does in LiteLLM. named: has no effect here, and a warning says so. refused: it protects, so the
+start is refused until it is supported or listed in `accept_unsupported`."""
+
+WORKS: dict[str, str] = {
+    "": "model_list router_settings litellm_settings general_settings environment_variables",
+    "litellm_params": (
+        "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
+        "stream_timeout max_retries num_retries rpm tpm weight order input_cost_per_token "
+        "output_cost_per_token mock_response drop_params additional_drop_params"
+    ),
+    "router_settings": (
+        "routing_strategy model_group_alias num_retries max_fallbacks retry_after timeout stream_timeout fallbacks "
+        "default_fallbacks context_window_fallbacks content_policy_fallbacks allowed_fails cooldown_time "
+        "disable_cooldowns enable_pre_call_checks redis_url redis_host redis_port redis_password redis_db"
+    ),
+    "litellm_settings": (
+        "num_retries request_timeout fallbacks default_fallbacks context_window_fallbacks content_policy_fallbacks "
+        "allowed_fails drop_params json_logs turn_off_message_logging telemetry"
+    ),
+    "general_settings": "master_key max_request_size_mb",
+}
+
+NAMED: dict[str, dict[str, str]] = {
+    "": {
+        "LiteLLM's logging callbacks are not run; see `audit`, `log` and /metrics": "callback_settings",
+        "only model calls are served": (
+            "mcp_servers mcp_tools agent_list vector_store_registry files_settings finetune_settings "
+            "assistant_settings search_tools prompts worker_registry"
+        ),
+    },
+    "litellm_params": {
+        "one deployment has one rate, shared by input and output": "itpm otpm",
+        "tags do not choose deployments": "tags tag_regex",
+        "parallel calls are limited per tenant": "max_parallel_requests",
+        "callers cannot bring their own upstream keys": "configurable_clientside_auth_params",
+        "write the key with os.environ/NAME": "litellm_credential_name",
+        "parameters are passed on as they were sent": "allowed_openai_params modify_params",
+        "answers are passed on as they came": "merge_reasoning_content_in_choices",
+        "only text deployments are served": "use_in_pass_through use_litellm_proxy",
+    },
+    "router_settings": {
+        "the strategy has no arguments here": "routing_strategy_args",
+        "failures in a row are counted, whatever their kind": "allowed_fails_policy",
+        "one number of retries holds for every kind of error": "retry_policy model_group_retry_policy",
+        "tags do not choose deployments": "enable_tag_filtering tag_filtering_match_any",
+        "write it into each entry's litellm_params": "default_litellm_params default_max_parallel_requests",
+        "answers are not cached; see `store` for KV reuse": "cache_responses caching_groups cache_kwargs",
+        "conversations stay by `sticky` of the tenant": "optional_pre_call_checks deployment_affinity_ttl_seconds",
+        "connections are kept by the router itself": "client_ttl",
+        "health follows from real calls": "enable_health_check_routing health_check_staleness_threshold",
+        "see `log`": "set_verbose debug_level",
+        "there is no queue of requests": "default_priority polling_interval",
+        "not part of this router": (
+            "routing_groups enable_weighted_failover alerting_config assistants_config search_tools "
+            "router_general_settings ignore_invalid_deployments enable_pre_call_check"
+        ),
+    },
+    "litellm_settings": {
+        "LiteLLM's callbacks are not run; see `audit`, `log` and /metrics": (
+            "callbacks success_callback failure_callback service_callback service_callbacks audit_log_callbacks "
+            "langfuse_default_tags redact_user_api_key_info s3_callback_params gcs_callback_params "
+            "redact_messages_in_exceptions store_audit_logs datadog_params datadog_llm_observability_params "
+            "prometheus_metrics_config prometheus_initialize_budget_metrics custom_prometheus_metadata_labels "
+            "custom_prometheus_tags require_auth_for_metrics_endpoint"
+        ),
+        "answers are not cached; see `store` for KV reuse": (
+            "cache cache_params enable_caching_on_provider_specific_optional_params"
+        ),
+        "parameters are passed on as they were sent": (
+            "modify_params disable_add_transform_inline_image_block disable_add_prefix_to_prompt "
+            "disable_copilot_system_to_assistant use_chat_completions_url_for_anthropic_messages "
+            "enable_json_schema_validation enable_preview_features drop_params_list "
+            "LITELLM_DISABLE_STOP_SEQUENCE_LIMIT disable_stop_sequence_limit"
+        ),
+        "connections use the system's own certificates and addresses": (
+            "ssl_verify force_ipv4 ssl_certificate ssl_security_level"
+        ),
+        "there is no key database and no UI": (
+            "default_team_settings default_team_params default_internal_user_params max_internal_user_budget "
+            "internal_user_budget_duration upperbound_key_generate_params default_key_generate_params "
+            "key_generation_settings enable_key_alias_format_validation max_user_budget max_end_user_budget "
+            "public_model_groups public_model_groups_links default_max_internal_user_budget"
+        ),
+        "costs are counted per tenant": (
+            "disable_end_user_cost_tracking disable_end_user_cost_tracking_prometheus_only cost_discount_config "
+            "cost_margin_config include_cost_in_streaming_usage"
+        ),
+        "tokens are counted by the models' own tokenizers": "disable_hf_tokenizer_download token_counter",
+        "only model calls are served": "mcp_aliases priority_reservation_settings",
+        "see `log`": "set_verbose",
+        "write the costs into model_info": "custom_provider_map model_cost_map_url",
+    },
+    "general_settings": {
+        "there is no database": (
+            "database_url database_type database_args database_connection_pool_limit database_connection_timeout "
+            "store_model_in_db supported_db_objects store_prompts_in_spend_logs disable_spend_logs "
+            "disable_spend_updates disable_reset_budget disable_prisma_schema_update proxy_batch_write_at "
+            "proxy_batch_polling_interval proxy_budget_rescheduler_min_time proxy_budget_rescheduler_max_time "
+            "allow_requests_on_db_unavailable maximum_spend_logs_retention_period "
+            "maximum_spend_logs_retention_interval use_redis_transaction_buffer user_api_key_cache_ttl "
+            "disable_adding_master_key_hash_to_db spend_report_frequency disable_error_logs"
+        ),
+        "there is no admin UI": (
+            "disable_master_key_return ui_access_mode user_mcp_management_mode litellm_license custom_sso "
+            "custom_ui_sso_sign_in_handler default_team_disabled custom_key_generate custom_key_update "
+            "disable_responses_id_security"
+        ),
+        "alerts are for the metrics' consumer": (
+            "alerting alerting_threshold alerting_args alert_types alert_to_webhook_url"
+        ),
+        "health follows from real calls": (
+            "background_health_checks health_check_interval health_check_details use_shared_health_check "
+            "health_check_concurrency"
+        ),
+        "the caller names the model": (
+            "completion_model embedding_model image_generation_model moderation_model infer_model_from_keys"
+        ),
+        "headers are not passed on": (
+            "forward_client_headers_to_llm_api forward_openai_org_id add_user_information_to_llm_headers"
+        ),
+        "callers cannot bring their own upstream keys": "allow_client_side_credentials",
+        "write it into the tenant": "disable_retry_on_max_parallel_request_limit_error",
+        "secrets are os.environ/NAME": (
+            "key_management_system key_management_settings use_azure_key_vault use_google_kms"
+        ),
+        "a hang-up always cancels upstream": "cancel_on_disconnect",
+        "files are read again on SIGHUP": "proxy_config_reload_interval_seconds",
+        "there is no proxy in front that we trust": "use_x_forwarded_for",
+        "only keys of tenants are known": "service_account_settings allow_user_auth oauth2_config_mappings",
+        "the admission of requests is not configurable": (
+            "max_queued_requests_per_worker admission_queue_timeout_seconds"
+        ),
+        "a missing master key is refused off loopback": "dangerously_permit_weak_or_unset_master_key",
+    },
+}
+
+REFUSED: dict[str, dict[str, str]] = {
+    "": {
+        "requests would run without this check": "guardrails policies policy_attachments policy_templates",
+        "the named files would not be read": "include",
+        "deployments would run without these credentials": "credential_list",
+    },
+    "litellm_params": {
+        "requests would run without this check": "guardrails",
+        "the budget of a deployment would not hold": "max_budget budget_duration",
+    },
+    "model_info": {
+        "the group would be open to every tenant; list it under `models` of the tenants": "team_id access_groups",
+    },
+    "router_settings": {
+        "the budget would not hold": "provider_budget_config",
+        "requests would run without this check": "guardrail_list",
+    },
+    "litellm_settings": {
+        "requests would run without this check": (
+            "guardrails guardrail_name_config_map llm_guard_mode banned_keywords_list blocked_user_list "
+            "presidio_ad_hoc_recognizers output_parse_pii"
+        ),
+        "the budget would not hold; write it into the tenant": "max_budget budget_duration",
+    },
+    "general_settings": {
+        "callers would be let in without this check": (
+            "custom_auth custom_auth_run_common_checks enable_jwt_auth litellm_jwtauth enable_oauth2_auth "
+            "enable_oauth2_proxy_auth litellm_key_header_name"
+        ),
+        "routes and addresses would stay open": (
+            "allowed_ips allowed_routes admin_only_routes public_routes mcp_allowed_ips"
+        ),
+        "requests would run without this check": (
+            "enforce_user_param enforced_params reject_clientside_metadata_tags user_header_name "
+            "user_header_mappings enforced_file_expires_after"
+        ),
+        "the limit would not hold; write it into the tenant": (
+            "max_parallel_requests global_max_parallel_requests max_in_flight_requests_per_worker "
+            "fail_closed_rate_limit_enforcement max_response_size_mb"
+        ),
+        "these routes would not be protected as written": (
+            "pass_through_endpoints use_client_credentials_pass_through_routes"
+        ),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of LiteLLM's file; `scope` is the section it stands in, empty for the top."""
+
+    scope: str
+    key: str
+    kind: Class
+    reason: str = ""
+
+
+def _rows() -> Iterator[Row]:
+    for scope, keys in WORKS.items():
+        yield from (Row(scope, key, "works") for key in keys.split())
+    tables: tuple[tuple[Class, dict[str, dict[str, str]]], ...] = (("named", NAMED), ("refused", REFUSED))
+    for kind, table in tables:
+        for scope, reasons in table.items():
+            for reason, keys in reasons.items():
+                yield from (Row(scope, key, kind, reason) for key in keys.split())
+
+
+TABLE: tuple[Row, ...] = tuple(_rows())

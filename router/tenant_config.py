@@ -1,0 +1,88 @@
+"""TenantConfig: what a person writes about one tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from policies.policy import Policy, Share
+from workers.config import Config, KVPolicy, Span
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
+
+
+def digest_key(key: object) -> object:
+    """A plain key becomes its SHA-256 in hex; `sha256:HEX` (LiteLLM's hashed virtual key) is taken as it is."""
+    if not isinstance(key, str):
+        return key
+    if found := _DIGEST.fullmatch(key.strip()):
+        return found[1].lower()
+    if key.startswith("sha256:"):
+        raise ValueError("sha256: must be followed by 64 hex digits")
+    if not key:
+        raise ValueError("a key must not be empty")
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+KeyDigest = Annotated[str, BeforeValidator(digest_key)]
+
+
+class AuditPolicy(Config):
+    """What the record of a request keeps."""
+
+    content: Literal["none", "hash", "full"] = "hash"
+    retention: Span | None = None
+    """Seconds; null keeps for ever."""
+    shadow_text: Share = 0.0
+    """Share of cache-lane answers whose relay twin is run afterwards and stored beside them."""
+
+
+class TenantConfig(Policy):
+    """One tenant: LiteLLM's names where it has one, and a policy."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    key: KeyDigest | None = Field(None, repr=False)
+    keys: tuple[KeyDigest, ...] = Field((), repr=False)
+    rpm_limit: int | None = Field(None, ge=0)
+    tpm_limit: int | None = Field(None, ge=0)
+    max_parallel_requests: int | None = Field(None, ge=0)
+    max_budget: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """USD."""
+    budget_duration: Span | None = None
+    """Seconds after which the budget starts anew; null never."""
+    kv: KVPolicy = KVPolicy()
+    audit: AuditPolicy = AuditPolicy()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _regulated_records_all(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("regulated") is True:
+            audit = data.get("audit") or {}
+            if isinstance(audit, dict) and "content" not in audit:
+                return {**data, "audit": {**audit, "content": "full"}}
+        return data
+
+    @model_validator(mode="after")
+    def _regulated_means_it(self) -> Self:
+        if self.regulated and self.audit.content != "full":
+            raise ValueError("a regulated tenant's dialogue is recorded: audit.content must be full")
+        if self.regulated and "transports" in self.model_fields_set and "cache" in self.transports:
+            raise ValueError("a regulated tenant has the text lane only: remove cache from transports")
+        return self
+
+    @property
+    def key_digests(self) -> frozenset[str]:
+        return frozenset((*self.keys, *((self.key,) if self.key else ())))
+
+    @property
+    def policy(self) -> Policy:
+        """The part that `policies` judges by."""
+        return Policy(**{name: getattr(self, name) for name in Policy.model_fields})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all that is written, keys as digests."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()

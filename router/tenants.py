@@ -1,0 +1,211 @@
+"""TenantSource: API key -> Tenant. Holds digests of keys only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from policies.policy import Policy
+from router import source
+from router.settings import Settings
+from router.source import ConfigError
+from router.tenant_config import AuditPolicy as AuditPolicy
+from router.tenant_config import TenantConfig, digest_key
+from workers.config import KVPolicy
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks, what policy allows them, and what is kept of it."""
+
+    name: str
+    policy: Policy = field(default_factory=Policy)
+    kv: KVPolicy = field(default_factory=KVPolicy)
+    audit: AuditPolicy = field(default_factory=AuditPolicy)
+    rpm_limit: int | None = None
+    tpm_limit: int | None = None
+    max_parallel_requests: int | None = None
+    max_budget: float | None = None
+    budget_duration: float | None = None
+    digest: str = ""
+    """SHA-256 of what is written about the tenant: names the policy in the audit log."""
+
+    @classmethod
+    def of(cls, config: TenantConfig) -> Tenant:
+        return cls(
+            name=config.name,
+            policy=config.policy,
+            kv=config.kv,
+            audit=config.audit,
+            rpm_limit=config.rpm_limit,
+            tpm_limit=config.tpm_limit,
+            max_parallel_requests=config.max_parallel_requests,
+            max_budget=config.max_budget,
+            budget_duration=config.budget_duration,
+            digest=config.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a reload did, by tenant name."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    """Of another digest than before; new keys count."""
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """One consistent state; replaced as a whole."""
+
+    by_name: dict[str, Tenant]
+    by_digest: dict[str, tuple[str, Tenant]]
+    keyless: Tenant | None
+    """Who asks when no key is sent."""
+    open: bool
+    """Nobody has a key: any key is as good as none, as in LiteLLM without a master key."""
+    master: str | None
+    """Digest of the master key."""
+
+
+class TenantSource:
+    """All tenants. `find` is called once per request; `changed` and `reload` from a timer or SIGHUP."""
+
+    def __init__(self, settings: Settings, *, loopback: bool | None = None) -> None:
+        """`loopback`: whether only this machine reaches the router; None reads it from the settings.
+
+        Raises ConfigError: a tenant file that cannot be meant, or a name or key used twice.
+        """
+        self._settings = settings
+        self._loopback = settings.loopback if loopback is None else loopback
+        self._seen = self._stamp()
+        self._known = self._read(settings)
+
+    def find(self, key: str | None) -> Tenant | None:
+        """The tenant of a key; None where the key is unknown, or missing though one is needed."""
+        known = self._known
+        if key is None or known.open:
+            return known.keyless
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+        entry = known.by_digest.get(digest)
+        # The lookup leaks at most which digests share a hash bucket; the comparison itself takes constant time.
+        return entry[1] if entry is not None and hmac.compare_digest(entry[0], digest) else None
+
+    def is_admin(self, key: str | None) -> bool:
+        """Whether the key is the master key; without one, whether the router is open to this machine only."""
+        master = self._known.master
+        if master is None:
+            return self._loopback
+        digest = hashlib.sha256((key or "").encode("utf-8", "surrogateescape")).hexdigest()
+        return hmac.compare_digest(master, digest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tenants that a call may belong to."""
+        return tuple(self._known.by_name)
+
+    def get(self, name: str) -> Tenant | None:
+        """By name."""
+        return self._known.by_name.get(name)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a call without a key is refused."""
+        return self._known.keyless is None
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether anybody has a key."""
+        return bool(self._known.by_digest)
+
+    def changed(self) -> bool:
+        """Whether a tenant file was written, added or removed since the last reading, successful or not."""
+        return self._stamp() != self._seen
+
+    def reload(self, settings: Settings | None = None) -> Change:
+        """Read all tenants again, from new settings if given. Raises ConfigError, and then keeps what was."""
+        wanted = settings or self._settings
+        self._seen = self._stamp()
+        known = self._read(wanted)
+        old = self._known.by_name
+        self._settings, self._known = wanted, known
+        self._seen = self._stamp()
+        return Change(
+            added=tuple(n for n in known.by_name if n not in old),
+            removed=tuple(n for n in old if n not in known.by_name),
+            changed=tuple(n for n, t in known.by_name.items() if n in old and old[n].digest != t.digest),
+        )
+
+    def _stamp(self) -> Mapping[str, tuple[int, int]]:
+        folder = self._settings.tenants
+        if not isinstance(folder, Path) or not os.path.isdir(folder):
+            return {}
+        try:
+            return {f.name: ((s := f.stat()).st_mtime_ns, s.st_size) for f in tenant_files(folder)}
+        except OSError:  # a file went away between listing and asking: the next look sees the change
+            return {}
+
+    def _read(self, settings: Settings) -> _Known:
+        written = settings.tenants
+        configs = _folder(written, settings) if isinstance(written, Path) else tuple(written or ())
+        by_name: dict[str, Tenant] = {}
+        by_digest: dict[str, tuple[str, Tenant]] = {}
+        for config in configs:
+            if config.name in by_name:
+                raise ConfigError(f"tenants: the name {config.name!r} is used twice")
+            tenant = by_name[config.name] = Tenant.of(config)
+            for digest in config.key_digests:
+                if digest in by_digest:
+                    other = by_digest[digest][1].name
+                    raise ConfigError(f"tenants: {other!r} and {config.name!r} have the same key")
+                by_digest[digest] = (digest, tenant)
+        default = by_name.get(DEFAULT) or Tenant(DEFAULT, digest=Policy().digest)
+        keyless = None
+        written_key = settings.general_settings.master_key
+        master = None if written_key is None else str(digest_key(written_key))
+        if master is not None:
+            by_digest.setdefault(master, (master, default))
+            if by_digest[master][1] is default:
+                by_name.setdefault(DEFAULT, default)
+        elif self._loopback:
+            keyless = by_name.setdefault(DEFAULT, default)
+        return _Known(by_name, by_digest, keyless, keyless is not None and not by_digest, master)
+
+
+def tenant_files(folder: Path) -> Iterable[Path]:
+    """The folder's YAML files by name; hidden ones are left out."""
+    return sorted(f for f in folder.iterdir() if f.suffix in (".yaml", ".yml") and not f.name.startswith("."))
+
+
+def _folder(folder: Path, settings: Settings) -> tuple[TenantConfig, ...]:
+    if not os.path.isdir(folder):
+        raise ConfigError(f"tenants: {folder} is not a folder")
+    return tuple(read_tenant(f, settings.environment_variables) for f in tenant_files(folder))
+
+
+def read_tenant(file: Path, variables: Mapping[str, str] | None = None) -> TenantConfig:
+    """One tenant file. Raises ConfigError naming file, line, key and what was expected."""
+    try:
+        written = source.read(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: is not UTF-8 text") from None
+    resolved = source.resolve(written, {**os.environ, **(variables or {})})
+    try:
+        return TenantConfig(**{str(k): v for k, v in resolved.data.items()})
+    except ValidationError as error:
+        raise resolved.invalid(error) from None

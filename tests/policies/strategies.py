@@ -1,0 +1,134 @@
+"""Random policies, deployments and facts for the laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts
+from policies.policy import Policy
+
+NAMES = ("alpha", "beta")
+MODELS = ("assistant", "team/small", "team/large")
+FEATURES = ("tools", "images", "json")
+
+
+def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | values
+
+
+shares = st.floats(0, 1)
+milliseconds = st.floats(1, 2000)
+
+
+@st.composite
+def estimates(draw: st.DrawFn) -> Estimate:
+    a, b, c, d = (draw(milliseconds) for _ in range(4))
+    return Estimate(min(a, b), max(a, b), min(c, d), max(c, d), cost=draw(shares))
+
+
+pairs = st.builds(
+    PairFacts,
+    name=st.sampled_from(NAMES),
+    fingerprint=maybe(st.just("f")),
+    mode=st.sampled_from(("fuse", "handover")),
+    scope=st.sampled_from(("prompt", "context")),
+    verdict=st.sampled_from(("verified", "unproven", "adapter-only", "dominated", "harmful")),
+    gain=maybe(st.floats(-1, 1)),
+    retention=maybe(st.floats(0, 1)),
+)
+
+
+@st.composite
+def deployments(draw: st.DrawFn, id: str) -> DeploymentFacts:
+    transport = draw(st.sampled_from(("text", "cache")))
+    return DeploymentFacts(
+        id=id,
+        transport=transport,
+        kind="cache" if transport == "cache" else "http",
+        available=draw(st.booleans()),
+        region=draw(maybe(st.sampled_from(("kr", "us")))),
+        pair=draw(maybe(pairs)) if transport == "cache" else None,
+        context=draw(maybe(st.integers(1, 400))),
+        cannot=frozenset(draw(st.sets(st.sampled_from(FEATURES)))),
+        estimate=draw(maybe(estimates())),
+        cooling=draw(st.booleans()),
+        in_flight=draw(st.integers(0, 5)),
+        weight=draw(st.floats(0, 10)),
+        order=draw(st.integers(1, 3)),
+    )
+
+
+@st.composite
+def facts(draw: st.DrawFn) -> Facts:
+    ids = [f"d{i}" for i in range(draw(st.integers(0, 5)))]
+    return Facts(
+        model=draw(st.sampled_from(MODELS)),
+        deployments=tuple(draw(deployments(id)) for id in ids),
+        prompt_tokens=draw(st.integers(0, 300)),
+        output_tokens=draw(st.integers(0, 300)),
+        needs=frozenset(draw(st.sets(st.sampled_from(FEATURES), max_size=2))),
+        has_context=draw(st.booleans()),
+        hint=draw(st.sampled_from(("auto", "auto", "text", "cache"))),
+        budget_hint_ms=draw(maybe(milliseconds)),
+        draw=draw(st.floats(0, 1, exclude_max=True)),
+        stopped=frozenset(
+            draw(st.sets(st.sampled_from(("cache", "pair:alpha", "tenant:bank", "tenant:x")), max_size=1))
+        ),
+        pinned=draw(maybe(st.sampled_from(ids))) if ids and draw(st.booleans()) else None,
+        strategy=draw(st.sampled_from(("simple-shuffle", "least-busy", "latency-based-routing", "cost-based-routing"))),
+        last=draw(maybe(st.sampled_from(ids))) if ids else None,
+        conversation=draw(maybe(st.floats(0, 1, exclude_max=True))),
+        labels=draw(st.sampled_from(({}, {"tenant": "bank"}))),
+    )
+
+
+restrictions = st.fixed_dictionaries(
+    {},
+    optional={
+        "models": st.lists(st.sampled_from((*MODELS, "team/*")), unique=True),
+        "transports": st.sampled_from((["text"], ["cache"], ["text", "cache"], ["cache", "text"])),
+        "regulated": st.booleans(),
+        "regions": st.lists(st.sampled_from(("kr", "us")), unique=True),
+        "latency_budget": st.fixed_dictionaries({}, optional={"ttft_ms": milliseconds, "total_ms": milliseconds}),
+        "pairs": st.fixed_dictionaries(
+            {},
+            optional={
+                "allow": st.lists(st.sampled_from(NAMES), unique=True),
+                "deny": st.lists(st.sampled_from(NAMES), unique=True),
+                "require_verified": st.booleans(),
+                "min_gain": st.floats(-1, 1),
+                "min_retention": st.floats(0, 1),
+            },
+        ),
+        "sticky": st.sampled_from(("none", "conversation")),
+        "rollout": st.fixed_dictionaries({"cache": shares}),
+    },
+)
+policies = restrictions.map(lambda written: Policy.model_validate(written))
+
+
+@st.composite
+def stricter(draw: st.DrawFn) -> tuple[Policy, Policy]:
+    """(a policy, the same narrowed in one or more ways)."""
+    loose = draw(policies)
+    told = loose.model_dump()
+    narrowed = {
+        "models": [m for m in (told["models"] if told["models"] is not None else MODELS) if draw(st.booleans())],
+        "transports": [t for t in told["transports"] if draw(st.booleans())] or [told["transports"][0]],
+        "regulated": True,
+        "regions": [
+            r for r in (told["regions"] if told["regions"] is not None else ("kr", "us")) if draw(st.booleans())
+        ],
+        "pairs": told["pairs"]
+        | {
+            "deny": sorted({*told["pairs"]["deny"], draw(st.sampled_from(NAMES))}),
+            "require_verified": True,
+            "min_gain": max(draw(st.floats(-1, 1)), told["pairs"]["min_gain"] or -1),
+            "min_retention": max(draw(shares), told["pairs"]["min_retention"] or 0),
+        },
+        "rollout": {"cache": told["rollout"]["cache"] * draw(shares)},
+    }
+    picked = draw(st.sets(st.sampled_from(sorted(narrowed)), min_size=1))
+    return loose, Policy.model_validate(told | {key: narrowed[key] for key in picked})
