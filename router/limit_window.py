@@ -1,0 +1,142 @@
+"""The rule of a tenant's limits, within one process. Knows no Redis; `limit_redis` holds the same rule in Lua.
+
+Requests and tokens are counted in buckets of `BUCKET_S` seconds. The window is the bucket of now and the twelve
+before it: 60 to 65 s, so in no stretch of 60 s more than the limit is let through. Money is counted in periods of
+`budget_duration` aligned to the Unix epoch (1d turns over at 00:00 UTC); without a duration it never turns over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+BUCKET_S = 5
+BUCKETS = 13
+UNKNOWN_WAIT_S = 1.0
+"""Retry-After where nobody can know: a slot comes back when some answer ends."""
+NEVER_S = 86400.0
+"""Retry-After of a budget that never turns over."""
+
+LIMITS = ("rpm_limit", "tpm_limit", "max_parallel_requests", "max_budget")
+
+
+class Limited(Protocol):
+    """What limits read of a tenant; None means unlimited."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rpm_limit(self) -> int | None: ...
+    @property
+    def tpm_limit(self) -> int | None: ...
+    @property
+    def max_parallel_requests(self) -> int | None: ...
+    @property
+    def max_budget(self) -> float | None: ...
+    @property
+    def budget_duration(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Where an admitted request was counted, so that it can be corrected there."""
+
+    bucket: int
+    period: int
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Nothing was taken: this limit is reached, for about so many seconds."""
+
+    limit: str
+    retry_s: float
+
+
+def reserve(tenant: Limited, tokens: int) -> int:
+    """Tokens to reserve: a request larger than the whole limit runs when the minute is empty, instead of never."""
+    return tokens if tenant.tpm_limit is None else min(tokens, tenant.tpm_limit)
+
+
+def period_of(tenant: Limited, now: float) -> int:
+    """Which budget period `now` lies in."""
+    return int(now // tenant.budget_duration) if tenant.budget_duration else 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """One tenant's counters in this process."""
+
+    buckets: dict[int, _Counts] = field(default_factory=dict)
+    running: int = 0
+    period: int = 0
+    spent: float = 0.0
+
+    def take(self, tenant: Limited, now: float, tokens: int, cost: float) -> Taken | Full:
+        """Look and take in one step; `tokens` as `reserve` gave them."""
+        bucket, period = int(now // BUCKET_S), period_of(tenant, now)
+        for old in [b for b in self.buckets if b <= bucket - BUCKETS]:
+            del self.buckets[old]
+        if period > self.period:
+            self.period, self.spent = period, 0.0
+        full = self._full(tenant, now, tokens, cost)
+        if full is not None:
+            return full
+        counts = self.buckets.setdefault(bucket, _Counts())
+        counts.requests += 1
+        counts.tokens += tokens
+        self.running += 1
+        self.spent += cost
+        return Taken(bucket, period)
+
+    def _full(self, tenant: Limited, now: float, tokens: int, cost: float) -> Full | None:
+        budget = tenant.max_budget
+        if budget is not None and (self.spent >= budget or self.spent + cost > budget):
+            duration = tenant.budget_duration
+            return Full("max_budget", (self.period + 1) * duration - now if duration else NEVER_S)
+        slots = tenant.max_parallel_requests
+        if slots is not None and self.running >= slots:
+            return Full("max_parallel_requests", UNKNOWN_WAIT_S)
+        if tenant.rpm_limit is not None:
+            wait = self._wait(now, {b: c.requests for b, c in self.buckets.items()}, tenant.rpm_limit - 1)
+            if wait is not None:
+                return Full("rpm_limit", wait)
+        if tenant.tpm_limit is not None:
+            wait = self._wait(now, {b: c.tokens for b, c in self.buckets.items()}, tenant.tpm_limit - max(tokens, 1))
+            if wait is not None:
+                return Full("tpm_limit", wait)
+        return None
+
+    @staticmethod
+    def _wait(now: float, counts: dict[int, int], room: int) -> float | None:
+        """Seconds until at most `room` is left in the window; None when that is so already."""
+        used = sum(counts.values())
+        if used <= room:
+            return None
+        for bucket in sorted(counts):
+            used -= counts[bucket]
+            if used <= room:
+                return (bucket + BUCKETS) * BUCKET_S - now
+        return float(BUCKETS * BUCKET_S)
+
+    def correct(self, taken: Taken, tokens: int, cost: float) -> None:
+        """Give the slot back and add what really was, minus what was reserved (either may be negative)."""
+        self.running -= 1
+        counts = self.buckets.get(taken.bucket)
+        if counts is not None:
+            counts.tokens = max(counts.tokens + tokens, 0)
+        if taken.period == self.period:
+            self.spent = max(self.spent + cost, 0.0)
+
+    def undo(self, taken: Taken, tokens: int, cost: float) -> None:
+        """As if it had never been taken: someone else refused."""
+        self.correct(taken, -tokens, -cost)
+        counts = self.buckets.get(taken.bucket)
+        if counts is not None:
+            counts.requests -= 1

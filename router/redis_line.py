@@ -1,0 +1,146 @@
+"""One connection to Redis for commands on the path of requests. Knows no limits.
+
+Commands that come while others are under way go out together, so a busy router pays one write and one read for many,
+and a caller who hangs up cancels only its own waiting: replies never get out of step. A batch that fails or is late
+takes the connection with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+CONNECT_S = 1.0
+"""Bound on connecting ahead of time; no request waits so long."""
+
+T = TypeVar("T")
+Command = tuple[str | bytes | int | float, ...]
+
+
+class Away(Exception):
+    """Redis did not answer in time, or is known not to."""
+
+
+def client(url: str) -> Redis:
+    """A client whose commands are not retried behind our back; `Line` and probes bound their time."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=4,
+        timeout=CONNECT_S,
+        socket_timeout=None,
+        socket_connect_timeout=CONNECT_S,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+    return Redis(connection_pool=pool)
+
+
+class Line:
+    """Batches commands over one connection of `redis`, which it closes in the end."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        timeout: float,
+        scripts: Sequence[str],
+        answered: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """`timeout`: seconds for a batch. `scripts` are loaded on connecting. The callbacks run once per batch."""
+        self._redis = redis
+        self._timeout = timeout
+        self._scripts = scripts
+        self._answered = answered
+        self._failed = failed
+        self._connection: AbstractConnection | None = None
+        self._waiting: list[tuple[Command, Callable[[Any], Any], asyncio.Future[Any]]] = []
+        self._draining: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+
+    def ask(self, command: Command, read: Callable[[Any], T]) -> asyncio.Future[T]:
+        """Queue a command; the future holds its answer as `read` gives it, or `Away`. Cancelling recalls nothing."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_seen)
+        self._waiting.append((command, read, future))
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        return future
+
+    async def ready(self) -> None:
+        """Connect within a second and have one command answered within the bound of requests; else `Away`."""
+        try:
+            async with self._lock:
+                async with asyncio.timeout(CONNECT_S):
+                    connection = await self._connected()
+                async with asyncio.timeout(self._timeout):
+                    await connection.send_command("PING")
+                    await connection.read_response()
+        except (RedisError, OSError, TimeoutError) as error:
+            await self._drop()
+            raise Away(str(error)) from error
+
+    async def close(self) -> None:
+        """Let what is under way end, within its bound, and give up the connections."""
+        if self._draining is not None:
+            await asyncio.wait([self._draining])
+        await self._drop()
+        await self._redis.aclose(close_connection_pool=True)
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                async with self._lock:
+                    await self._exchange(batch)
+        finally:
+            self._draining = None
+
+    async def _exchange(self, batch: list[tuple[Command, Callable[[Any], Any], asyncio.Future[Any]]]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                connection = await self._connected()
+                packed = connection.pack_commands([command for command, _, _ in batch])
+                await connection.send_packed_command(packed, check_health=False)
+                for _, read, future in batch:
+                    answer = read(await connection.read_response())
+                    if not future.done():
+                        future.set_result(answer)
+        except (RedisError, OSError, TimeoutError) as error:
+            await self._drop()
+            self._failed(error)
+        else:
+            self._answered()
+        finally:
+            for _, _, future in batch:
+                if not future.done():
+                    future.set_exception(Away())
+
+    async def _connected(self) -> AbstractConnection:
+        if self._connection is None or not self._connection.is_connected:
+            await self._drop()
+            connection: AbstractConnection = self._redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+            self._connection = connection
+            await connection.connect()  # type: ignore[no-untyped-call]
+            for script in self._scripts:
+                await connection.send_command("SCRIPT", "LOAD", script)
+                await connection.read_response()
+        return self._connection
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """A caller who hung up does not read the answer; that is no reason to complain about an unread failure."""
+    if not future.cancelled():
+        future.exception()
