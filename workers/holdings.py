@@ -222,7 +222,7 @@ def load_fuser(kind: str, folder: Path | None, sharer: Loaded, receiver: Loaded)
     if kind == "lite":
         from workers.fusers.lite import LiteFuser
 
-        return LiteFuser.from_folder(folder, device=receiver.device)
+        return LiteFuser.from_folder(folder, receiver.dtype, receiver.device)
     if kind == "c2c":
         return _official(folder, sharer, receiver)
     raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, identity")

@@ -164,7 +164,7 @@ class Alone:
         self.context = loaded.context
         self.fingerprint = fingerprint or loaded.fingerprint
         self._reader = Reader(loaded, store, chunk, role)
-        self.spaces = (self._reader.space,)
+        self.spaces: tuple[Space, ...] = (self._reader.space,)
 
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
         spent, ids, reader = Spent(), prompt.ids, self._reader
@@ -207,7 +207,7 @@ class Paired:
         self._receiver = Reader(receiver, store, chunk, "own")
         self._fused = Reader(receiver, store, chunk, "fused")
         self._fused.space = Space("fused", {"pair": self.fingerprint, "template": receiver.digests.template})
-        self.spaces = (self._sharer.space, self._receiver.space, self._fused.space)
+        self.spaces: tuple[Space, ...] = (self._sharer.space, self._receiver.space, self._fused.space)
 
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
         spent, ids = Spent(), prompt.ids

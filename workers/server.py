@@ -379,6 +379,7 @@ def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None 
     """The worker's process. Exit status 1 when nothing of what its config names could be loaded."""
     config = next(w for w in fleet.workers if w.name == name)
     _die_with_parent()
+    _quiet_logs()
     holdings = Holdings(fleet, config)
     engine = Engine(
         holdings.runtimes, max_running=config.max_running, max_queued=config.max_queued, threads=config.threads
@@ -393,6 +394,25 @@ def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None 
         engine.close()
         holdings.close()
     return 0
+
+
+def _quiet_logs() -> None:
+    """JSON lines where nobody watches; no progress bars of libraries; tracebacks without local variables."""
+    from transformers.utils import logging as hf
+
+    hf.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if sys.stderr.isatty():
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        return
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def _die_with_parent() -> None:

@@ -267,6 +267,14 @@ def test_projectors_take_the_receivers_dtype() -> None:
     assert one.gate_temperature.dtype == torch.float32
 
 
+def test_a_published_fuser_has_its_published_size() -> None:
+    """28 projectors between Qwen2.5-0.5B and Qwen3-0.6B hold the 478 million parameters that were published."""
+    with torch.device("meta"):
+        one = C2CProjector(ProjectorShape(source_dim=64, target_dim=128, source_num_heads=2, target_num_heads=8))
+    assert len(one.state_dict()) == 33
+    assert 28 * sum(p.numel() for p in one.parameters()) == pytest.approx(477.85e6, rel=1e-5)
+
+
 def test_layers_behind_closed_gates_are_not_looked_at() -> None:
     """A layer whose gates are closed needs no sharer KV and returns the receiver's own tensors themselves."""
     made = fuser([(1.0, 1.0), (0.0, -1.0), (1.0, 0.0), (-2.0, 3.0)])

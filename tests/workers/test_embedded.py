@@ -86,3 +86,9 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     with server:
         assert server.running
         assert server.pid not in (None, pid)
+
+
+def test_the_routers_side_loads_no_torch() -> None:
+    """Index, keys and embedded server can be imported by a process that never pays for torch."""
+    code = "import sys, workers.index, workers.keys, workers.embedded, workers.counters; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

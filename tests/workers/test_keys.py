@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -170,3 +171,21 @@ def test_a_deleted_server_key_is_put_back(tmp_path: Path) -> None:
     (tmp_path / "server.key").unlink()
     ring.keep()
     assert Keyring(tmp_path).scope("a") == scope
+
+
+@pytest.mark.usefixtures("capsys")  # the log goes to memory: files are bounded here
+def test_a_full_disk_stops_no_tenant(tmp_path: Path) -> None:
+    """A secret that cannot be written serves this process, and is kept as soon as there is room."""
+    ring = Keyring(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        scope = ring.scope("a")
+        assert ring.current(scope)
+        with pytest.raises(OSError, match="too large"):
+            ring.step("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ring.current(scope)
+    assert Keyring(tmp_path).scope("a") == scope
+    assert not list((tmp_path / "tenants").glob(".*.key*"))

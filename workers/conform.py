@@ -1,0 +1,418 @@
+"""Does this build compute what the official code computed? Runs a folder of vectors that the official code produced.
+
+The folder may hold `projector/` (networks alone), `e2e/CASE/` (tiny models, fusers and what a run gave) and
+`alignment/` (tokenizers and aligned chats); every file of a known layout found there is one or more cases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workers.align import Aligned, Aligner, Mode
+from workers.align_official import OfficialAligner
+from workers.c2c_run import (
+    Example,
+    Prompt,
+    Run,
+    Section,
+    Sharer,
+    batch_loss,
+    collate,
+    greedy,
+    layers_of,
+    prefill,
+    sections_of,
+)
+from workers.conform_checks import BF16_ATOL, BF16_RTOL, Case, Cases, Checks
+from workers.errors import BadPrompt, WorkerError
+from workers.fusers.c2c import Fusion, load_official, projector_shape
+from workers.fusers.projector import KINDS, LAYER_MAPS, C2CProjector, ProjectorShape, temperature
+from workers.loader import kv_shape
+
+
+def conform(folder: Path) -> list[Case]:
+    """Every case found, in the order of their files."""
+    cases = Cases()
+    for file in sorted((folder / "projector").glob("*.projector.json")):
+        _projector(cases, file)
+    _tables(cases, folder / "projector")
+    for place in sorted(p for p in (folder / "e2e").glob("*") if p.is_dir()):
+        _end_to_end(cases, place)
+    _alignment(cases, folder / "alignment")
+    return cases.found
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def _projector(cases: Cases, file: Path) -> None:
+    stem = file.name.removesuffix(".projector.json")
+    name = f"projector/{stem}"
+    with cases.case(f"{name} eval") as checks:
+        projector, tensors = _read_projector(file, stem)
+        narrow = tensors["in.target_key"].dtype != torch.float32
+        tolerance = {"rtol": 0.0, "atol": BF16_ATOL} if narrow else {}
+        with torch.no_grad():
+            fused = projector(_kv(tensors, "in.source"), _kv(tensors, "in.target"))
+        for kind, got, own in zip(KINDS, fused, _kv(tensors, "in.target"), strict=True):
+            if projector.is_open(kind):
+                checks.same(f"{kind} dtype", str(got.dtype), str(tensors[f"out.{kind}"].dtype))
+            else:
+                checks.same(f"{kind} is the receiver's own", torch.equal(got, own), True)
+            checks.close(f"out.{kind}", got, tensors[f"out.{kind}"], **tolerance)
+            if (mid := tensors.get(f"mid.{kind}_weight")) is not None:
+                with torch.no_grad():
+                    weight, _ = projector.weight_and_feature(kind, tensors[f"in.source_{kind}"], own)
+                checks.close(f"mid.{kind}_weight", weight, mid, **tolerance)
+            if (written := tensors.get(f"out.{kind}_written_to_bf16_cache")) is not None:
+                checks.close(f"{kind} in cache", got.to(written.dtype), written, rtol=BF16_RTOL)
+    if _has(file.with_name(f"{stem}.safetensors"), "train.out.key"):
+        with cases.case(f"{name} train") as checks:
+            _train_projector(checks, file, stem)
+
+
+def _has(file: Path, tensor: str) -> bool:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensor in tensors.keys()  # noqa: SIM118 - safe_open is no mapping
+    except (OSError, SafetensorError):
+        return False  # the evaluation case says so
+
+
+def _read_projector(file: Path, stem: str) -> tuple[C2CProjector, dict[str, Tensor]]:
+    tensors = load_file(file.with_name(f"{stem}.safetensors"))
+    projector = C2CProjector(replace(projector_shape(file), dropout=0.0))
+    state = {k.removeprefix("state."): t for k, t in tensors.items() if k.startswith("state.")}
+    projector.load_state_dict(state, assign=True)
+    return projector.eval(), tensors
+
+
+def _kv(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    return tensors[f"{prefix}_key"], tensors[f"{prefix}_value"]
+
+
+def _train_projector(checks: Checks, file: Path, stem: str) -> None:
+    projector, tensors = _read_projector(file, stem)
+    projector.train()
+    projector.anneal(_json(file.with_name(f"{stem}.meta.json"))["train_step"])
+    checks.close("train.temperature", projector.gate_temperature, tensors["train.temperature"])
+    fused = projector(_kv(tensors, "in.source"), _kv(tensors, "in.target"), _kv(tensors, "train.u"))
+    loss = torch.zeros(())
+    for kind, got, sign in zip(KINDS, fused, (1.0, -1.0), strict=True):
+        checks.close(f"train.out.{kind}", got, tensors[f"train.out.{kind}"])
+        loss = loss + (got.flatten() * torch.linspace(-sign, sign, got.numel())).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    _gradients(checks, "train.grad.", tensors, projector.get_parameter)
+
+
+def _gradients(checks: Checks, prefix: str, tensors: dict[str, Tensor], find: Callable[[str], Tensor]) -> None:
+    for name, want in tensors.items():
+        if name.startswith(prefix):
+            got = find(name.removeprefix(prefix)).grad
+            # A closed path is not computed, so it has no gradient where the official one has zeros.
+            checks.close(name, torch.zeros_like(want) if got is None else got, want)
+
+
+def _tables(cases: Cases, folder: Path) -> None:
+    if (file := folder / "temperature_schedule.json").exists():
+        with cases.case("projector/temperature_schedule") as checks:
+            table = _json(file)
+            shape = ProjectorShape(
+                1,
+                1,
+                initial_temperature=table["initial"],
+                final_temperature=table["final"],
+                anneal_steps=table["anneal_steps"],
+            )
+            for step, want in table["step_to_temperature"]:
+                checks.close(f"step {step}", torch.tensor(temperature(shape, step)), torch.tensor(want), atol=0.0)
+    if (file := folder / "layer_mapping.json").exists():
+        with cases.case("projector/layer_mapping") as checks:
+            for row in _json(file):
+                for name in row.keys() - {"targets", "sources"}:
+                    label = f"{name} {row['targets']} from {row['sources']}"
+                    checks.same(label, list(LAYER_MAPS[name](row["targets"], row["sources"])), row[name])
+
+
+def _end_to_end(cases: Cases, place: Path) -> None:
+    name = f"e2e/{place.name}"
+    try:
+        receiver, sharers, fusion = _models(place)
+    except (WorkerError, OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        cases.broken(name, f"cannot be loaded: {error}")
+        return
+    used: set[Path] = set()
+    for file in sorted(place.glob("expected*.json")):
+        label = f"{name}{file.stem.removeprefix('expected').replace('_', '/', 1)}"
+        try:
+            expected = _json(file)
+        except ValueError as error:
+            cases.broken(label, f"not JSON: {error}")
+            continue
+        if "features" in expected:
+            used.add(file.with_suffix(".safetensors"))
+            with cases.case(label) as checks:
+                _batch(checks, receiver, sharers, expected, load_file(file.with_suffix(".safetensors")), fusion)
+            continue
+        if "messages" in expected:
+            with cases.case(f"{label}/alignment") as checks:
+                _aligned_prompt(checks, place, expected)
+        for run, facts in expected.get("runs", {}).items():
+            tensors = next(
+                (f for f in (place / f"{file.stem}_{run}.safetensors", file.with_suffix(".safetensors")) if f.exists()),
+                place / f"{file.stem}_{run}.safetensors",
+            )
+            used.add(tensors)
+            mode: Fusion = "parallel" if run.startswith("parallel") else fusion
+            mode = "sequential" if run.startswith("sequential") else mode
+            with cases.case(f"{label}/{run}") as checks:
+                _run(checks, receiver, sharers, facts, load_file(tensors), mode, "include_response" in file.stem)
+    for orphan in sorted(set(place.glob("expected*.safetensors")) - used):
+        cases.broken(f"{name}/{orphan.stem}", "no expected*.json says how it was made")
+
+
+def _models(place: Path) -> tuple[Any, list[Sharer], Fusion]:
+    from transformers import AutoModelForCausalLM
+
+    def load(folder: Path) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+
+    receiver = load(place / "receiver")
+    sharers, fusion = [], None
+    for folder in sorted((p for p in place.glob("sharer*") if p.is_dir()), key=_number):
+        model = load(folder)
+        official = load_official(
+            place / folder.name.replace("sharer", "fuser"),
+            receiver=kv_shape(receiver.config),
+            sharer=kv_shape(model.config),
+        )
+        sharers.append(Sharer(model, official.fuser))
+        fusion = fusion or official.fusion
+    return receiver, sharers, fusion or "sequential"
+
+
+def _number(folder: Path) -> tuple[int, str]:
+    digits = folder.name.rpartition("_")[2]
+    return (int(digits) if digits.isdigit() else 0, folder.name)
+
+
+def _prompt(tensors: dict[str, Tensor], sections: Sequence[Section]) -> Prompt:
+    if "input_ids" in tensors:
+        return Prompt(tensors["input_ids"], tuple(sections))
+    # Two tokenizers: one more set of ids and one more mask per sharer.
+    theirs = sorted(k for k in tensors if k.startswith("input_ids.sharer"))
+    return Prompt(
+        tensors["input_ids.receiver"],
+        tuple(sections),
+        sharer_ids=tuple(tensors[k] for k in theirs),
+        mask=tensors["attention_mask.receiver"],
+        sharer_masks=tuple(tensors[k.replace("input_ids", "attention_mask")] for k in theirs),
+        positions=tensors["position_ids"],
+    )
+
+
+def _run(
+    checks: Checks,
+    receiver: Any,
+    sharers: Sequence[Sharer],
+    facts: dict[str, Any],
+    tensors: dict[str, Tensor],
+    fusion: Fusion,
+    include_response: bool,
+) -> None:
+    prompt = _prompt(tensors, [Section(code, length) for code, length in facts["sections"]])
+
+    def read() -> Run:
+        return prefill(receiver, sharers, prompt, fusion=fusion, include_response=include_response, idle_sharers=True)
+
+    run = read()
+    checks.close("logits_last", run.logits[0, -1], tensors["logits_last"])
+    _caches(checks, "fused", run.cache, tensors)
+    for q, cache in enumerate(run.sharer_caches, start=1):
+        _caches(checks, f"sharer_{q}", cache, tensors)
+    # The official decoding forgets the mask; vectors made with it kept have a prefix of their own.
+    _continued(checks, run, "", tensors, official_mask=True)
+    if "padmasked.greedy_tokens" in tensors:
+        _continued(checks, read(), "padmasked.", tensors, official_mask=False)
+    if facts.get("greedy"):
+        checks.same("greedy", tensors["greedy_tokens"].tolist(), facts["greedy"])
+    if any(k.startswith("receiver_alone.") for k in tensors):
+        alone = prefill(receiver, (), replace(prompt, sections=(Section(-1, prompt.ids.shape[1]),)))
+        _caches(checks, "receiver_alone", alone.cache, tensors)
+        checks.close("receiver_alone.logits_last", alone.logits[0, -1], tensors["receiver_alone.logits_last"])
+        if facts.get("receiver_alone_greedy"):
+            tokens, _ = greedy(alone, len(facts["receiver_alone_greedy"]), official_mask=True)
+            checks.same("receiver_alone_greedy", tokens[0].tolist(), facts["receiver_alone_greedy"])
+
+
+def _caches(checks: Checks, prefix: str, cache: Any, tensors: dict[str, Tensor]) -> None:
+    layers = layers_of(cache)
+    for name, want in tensors.items():
+        head, _, rest = name.partition(".")
+        kind, _, layer = rest.partition(".")
+        if head == prefix and kind in ("key", "value") and layer:
+            held = layers[int(layer)]
+            checks.close(name, held.keys if kind == "key" else held.values, want)
+
+
+def _continued(checks: Checks, run: Run, prefix: str, tensors: dict[str, Tensor], *, official_mask: bool) -> None:
+    want = tensors[f"{prefix}greedy_tokens"]
+    tokens, logits = greedy(run, len(want), official_mask=official_mask)
+    checks.same(f"{prefix}greedy_tokens", tokens[0].tolist(), want.tolist())
+    checks.close(f"{prefix}step_logits", logits[0], tensors[f"{prefix}step_logits"])
+
+
+def _batch(
+    checks: Checks,
+    receiver: Any,
+    sharers: Sequence[Sharer],
+    expected: dict[str, Any],
+    tensors: dict[str, Tensor],
+    fusion: Fusion,
+) -> None:
+    examples = [
+        Example(f["input_ids"], f["labels"], [code for code, _ in f["kv_cache_index"]]) for f in expected["features"]
+    ]
+    batch = collate(examples, expected["pad_token_id"])
+    for name, got in (
+        ("input_ids", batch.prompt.ids),
+        ("labels", batch.labels),
+        ("attention_mask", batch.prompt.mask),
+        ("position_ids", batch.prompt.positions),
+    ):
+        if name in tensors and got is not None:
+            checks.same(name, got.float().flatten().tolist(), tensors[name].float().flatten().tolist())
+    trained = [p for s in sharers for m in s.fuser.projectors.values() for p in m.parameters()]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    try:
+        result = batch_loss(receiver, sharers, batch, fusion=fusion)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        checks.close("loss", result.loss.reshape(1), tensors["loss"].reshape(1))
+        if "logits_last_section" in tensors:
+            checks.close("logits_last_section", result.logits, tensors["logits_last_section"])
+        _gradients(checks, "grad.", tensors, lambda name: _parameter(sharers[0], name))
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+
+def _parameter(sharer: Sharer, name: str) -> Tensor:
+    projector, _, rest = name.partition(".")
+    return sharer.fuser.projectors[int(projector.removeprefix("projector_"))].get_parameter(rest)
+
+
+def _aligned_prompt(checks: Checks, place: Path, expected: dict[str, Any]) -> None:
+    receiver, sharer = (_tokenizer(place / name) for name in ("receiver", "sharer"))
+    mode: Mode = "generate" if expected["kwargs"].get("add_generation_prompt") else "train"
+    if expected["kwargs"].get("remove_last_surfix"):
+        mode = "logits"
+    thinking = expected["kwargs"].get("enable_thinking")
+    aligner = OfficialAligner(receiver, sharer, expected["strategy"])
+    aligned = aligner.align(expected["messages"], mode, enable_thinking=thinking)
+    checks.same("receiver_text", aligned.receiver_text, expected["receiver_text"])
+    checks.same("sharer_text", aligned.sharer_text, expected["sharer_text"])
+    checks.same("sections_named", [[p.kind, [p.start, p.stop]] for p in aligned.parts], expected["sections_named"])
+    codes = [[s.code, s.length] for s in sections_of(aligned.codes)]
+    for run, facts in expected["runs"].items():
+        checks.same(f"sections of {run}", codes, facts["sections"])
+        tensors = load_file(place / f"expected_{run}.safetensors")
+        checks.same("receiver ids", list(aligned.receiver_ids), tensors["input_ids.receiver"][0].tolist())
+        checks.same("sharer ids", list(aligned.sharer_ids), tensors["input_ids.sharer"][0].tolist())
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _alignment(cases: Cases, folder: Path) -> None:
+    loaded: dict[str, Any] = {}
+
+    def tokenizer(name: str) -> Any:
+        if name not in loaded:
+            loaded[name] = _tokenizer(folder / name if "/" in name else folder / "tokenizers" / name)
+        return loaded[name]
+
+    if (file := folder / "cases.json").exists():
+        for row in _json(file)["cases"]:
+            sharer = row["sharer_tokenizer"]
+            with cases.case(f"alignment/{row['case']} {sharer} {row['strategy']} {row['mode']}") as checks:
+                aligner = OfficialAligner(tokenizer("receiver"), tokenizer(sharer), row["strategy"])
+                _aligned_case(checks, aligner, row)
+    if (file := folder / "every_token.json").exists():
+        for row in _json(file)["runs"]:
+            with cases.case(f"alignment/every_token {row['strategy']}") as checks:
+                one = Aligner(tokenizer("receiver"), tokenizer(row.get("sharer_tokenizer", "sharer")), row["strategy"])
+                checks.same("sharer_ids", [one.convert(i) for i in row["receiver_ids"]], row["sharer_ids"])
+                found = [list(one.candidates(i)) for i in row["receiver_ids"]]
+                checks.same("candidates", found, row.get("candidates", found))
+
+
+def _aligned_case(checks: Checks, aligner: Aligner, row: dict[str, Any]) -> None:
+    try:
+        aligned = aligner.align(row["messages"], row["mode"], enable_thinking=row["kwargs"].get("enable_thinking"))
+    except BadPrompt as error:
+        checks.same(f"refused ({error})", "error" in row, True)
+        return
+    checks.same("refused", "error" in row, False)
+    want = row.get("result", {})
+    for name, got in _as_official(aligned).items():
+        checks.same(name, got, want.get(name))
+    if "train_labels" in row:
+        checks.same("train_labels", list(aligned.labels), row["train_labels"])
+    if "train_kv_cache_index_code" in row:
+        checks.same("train_kv_cache_index_code", list(aligned.codes), row["train_kv_cache_index_code"])
+
+
+def _as_official(aligned: Aligned) -> dict[str, Any]:
+    return {
+        "slm_ids_padded": list(aligned.receiver_ids),
+        "llm_ids_padded": list(aligned.sharer_ids),
+        "message_mask": [int(m) for m in aligned.message_mask],
+        "slm_padding_mask": [int(m) for m in aligned.receiver_padding],
+        "llm_padding_mask": [int(m) for m in aligned.sharer_padding],
+        "sections": [{"type": p.kind, "range": [p.start, p.stop]} for p in aligned.parts],
+        "slm_text": aligned.receiver_text,
+        "llm_text": aligned.sharer_text,
+    }
+
+
+@click.command("conform")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per case.")
+def conform_command(folder: Path, as_json: bool) -> None:
+    """Compare this build with vectors that the official Cache-to-Cache code produced."""
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    cases = conform(folder)
+    if not cases:
+        raise click.UsageError(f"{folder} holds no projector/, e2e/ or alignment/ cases")
+    width = max(len(case.name) for case in cases)
+    for case in cases:
+        if as_json:
+            click.echo(json.dumps(asdict(case)))
+            continue
+        verdict = "pass" if case.passed else "FAIL"
+        line = f"{verdict}  {case.name:<{width}}  error {case.error:.2e} of {case.tolerance:.2e}"
+        click.echo(f"{line}  {case.detail}".rstrip())
+    failed = sum(not case.passed for case in cases)
+    click.echo(f"{len(cases) - failed} passed, {failed} failed", err=as_json)
+    sys.exit(1 if failed else 0)

@@ -1,0 +1,36 @@
+"""Rotary position embedding on cached keys: put on, and taken off.
+
+Keys are cached after rotation, so what a key says is mixed with where it stands. A fuser that maps contents takes the
+rotation off first and puts it on again behind. The convention is the one of Llama: dimension i is paired with i + half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(keys: Tensor, start: int, theta: float) -> Tensor:
+    """Keys (..., tokens, head_size) as they are cached when the first one stands at position `start`; float32."""
+    cos, sin = _angles(keys, start, theta)
+    return _turn(keys.float(), cos, sin)
+
+
+def unrotate(keys: Tensor, start: int, theta: float) -> Tensor:
+    """The inverse of `rotate`; float32."""
+    cos, sin = _angles(keys, start, theta)
+    return _turn(keys.float(), cos, -sin)
+
+
+def _angles(keys: Tensor, start: int, theta: float) -> tuple[Tensor, Tensor]:
+    tokens, size = keys.shape[-2:]
+    # On the CPU in float32, as transformers computes them: the same positions give the same bits on every device.
+    inverse = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.outer(torch.arange(start, start + tokens, dtype=torch.float32), inverse)
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos().to(keys.device), both.sin().to(keys.device)
+
+
+def _turn(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = keys.chunk(2, dim=-1)
+    return keys * cos + torch.cat((-second, first), dim=-1) * sin
