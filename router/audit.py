@@ -1,0 +1,285 @@
+"""The audit log: one chained record per event, durable before a regulated tenant's answer leaves.
+
+A thread collects what is waiting, writes it chain by chain and syncs once (group commit). For a regulated tenant
+`intent` and `outcome` return when their record is on disk, and raise Unrecorded when it cannot be; for others
+`outcome` returns at once, and what could not be written is counted and named in the chain by a later `lost` record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import structlog
+
+from policies.facts import Decision
+from router.audit_chain import Chain, Content, Entry, control
+from router.audit_keys import ROUTER, AuditError, Signer
+from router.audit_lines import BATCH
+from router.call import Call, Usage
+from router.errors import Unrecorded
+
+if TYPE_CHECKING:
+    from router.tenants import Tenant
+
+log = structlog.get_logger(__name__)
+
+_LINGER = 0.05
+"""Seconds that records nobody waits for may be held to be written together."""
+_MAX_WAITING = 64 * 2**20
+"""Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended. Texts are content: kept as the tenant says, never in clear."""
+
+    result: Literal["answered", "refused", "failed", "cancelled"]
+    status: int
+    """HTTP status for the caller; of a stream, the one it began with."""
+    deployment: str | None = None
+    """The one that answered; None where none did."""
+    transport: str | None = None
+    error: str | None = None
+    """Code, never a message."""
+    usage: Usage = field(default_factory=Usage)
+    run: msgspec.Raw | None = None
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Digests of what ran: pair, models, tokenizers."""
+    tried: tuple[str, ...] = ()
+    """Deployments that failed before, in order."""
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    answer: bytes | None = None
+    hint: bytes | None = None
+    """What a relay's sharer wrote."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    tenant: str
+    entry: Entry
+    done: asyncio.Future[None] | None
+    weight: int
+    """Bytes, about."""
+    records: int = 1
+    """Records missing from the chain if this one is not written."""
+
+
+class Audit:
+    """The log below one folder. `start` before use, `close` at the end; several processes may share the folder."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rotate_bytes: int = 64 * 2**20,
+        checkpoint_every: int = 1024,
+        patience: float = 10.0,
+    ) -> None:
+        self.root = root
+        self.lost = 0
+        """Records of tenants that are not regulated, which could not be written. For the metrics."""
+        self._options = {"rotate_bytes": rotate_bytes, "checkpoint_every": checkpoint_every}
+        self._patience = patience
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._missing: Counter[str] = Counter()
+        """Lost records that their chain does not name yet, by tenant."""
+        self._begun: set[str] = set()
+        """Ids whose intent, and so whose request, is on record, and whose outcome is to come."""
+        self._chains: dict[str, Chain] = {}
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Create folder and keys where there are none, and record the start. Raises Unrecorded where that fails."""
+        try:
+            self._signer = await asyncio.to_thread(self._prepare)
+        except (OSError, AuditError) as error:
+            raise _unrecorded(error) from error
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._thread.start()
+        try:
+            await self.control("started", "router", {"key": self._signer.id})
+        except Unrecorded:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Write what waits, and a checkpoint over each chain."""
+        thread = self._thread
+        if thread is not None:
+            self._put(control("stopped", "router", {}), ROUTER, None)
+            self._thread = None
+            self._jobs.put(None)
+            await asyncio.to_thread(thread.join)
+
+    def regulated(self, tenant: Tenant) -> bool:
+        """No record, no answer; and the whole dialogue is kept."""
+        return tenant.policy.regulated
+
+    async def intent(self, call: Call, decision: Decision) -> None:
+        """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
+        if self.regulated(call.tenant):
+            entry = Entry("intent", _asked(call, decision), call.id, {"request": _request(call)}, "full")
+            await self._durable(entry, call.tenant.name)
+            self._begun.add(call.id)
+
+    async def outcome(self, call: Call, decision: Decision | None, outcome: Outcome) -> None:
+        """Before the answer (of a stream: its last frame) leaves. Durable on return for a regulated tenant.
+
+        Call it once for each intent, however the call ended; a call that never had one is recorded whole here.
+        """
+        regulated = self.regulated(call.tenant)
+        content = {"answer": outcome.answer, "hint": outcome.hint}
+        if call.id not in self._begun:
+            content["request"] = _request(call)
+        self._begun.discard(call.id)
+        body = _asked(call, decision) | _ended(outcome)
+        keep: Content = "full" if regulated else call.tenant.audit.content
+        texts = {} if keep == "none" else {name: text for name, text in content.items() if text is not None}
+        entry = Entry("outcome", body, call.id, texts, keep)
+        if regulated:
+            await self._durable(entry, call.tenant.name)
+        else:
+            self._put(entry, call.tenant.name, None)
+
+    async def control(self, what: str, who: str, detail: dict[str, Any], tenant: str | None = None) -> None:
+        """Something done to the router, or to one tenant's part of it. Durable on return; raises Unrecorded."""
+        await self._durable(control(what, who, detail), tenant or ROUTER)
+
+    async def _durable(self, entry: Entry, tenant: str) -> None:
+        done = self._loop.create_future()
+        self._put(entry, tenant, done)
+        try:
+            async with asyncio.timeout(self._patience):
+                await done
+        except TimeoutError as error:
+            raise _unrecorded(error) from error
+
+    def _put(self, entry: Entry, tenant: str, done: asyncio.Future[None] | None, records: int = 1) -> None:
+        job = _Job(tenant, entry, done, 1024 + sum(map(len, entry.content.values())), records)
+        self._waiting += job.weight
+        if self._thread is None or not self._thread.is_alive():
+            self._finish([(job, AuditError("the log is not open"))])
+        elif self._waiting > _MAX_WAITING:
+            self._finish([(job, AuditError("too much waits for the disk"))])
+        else:
+            self._jobs.put(job)
+
+    def _finish(self, results: Sequence[tuple[_Job, Exception | None]]) -> None:
+        """On the loop: tell who waits, and count what nobody waits for until the chain names it."""
+        for job, error in results:
+            self._waiting -= job.weight
+            if job.done is None and error is not None:
+                self.lost += job.records if job.entry.kind == "outcome" else 0
+                self._missing[job.tenant] += job.records
+            elif job.done is not None and not job.done.done():
+                job.done.set_result(None) if error is None else job.done.set_exception(_unrecorded(error))
+        for tenant in {job.tenant for job, error in results if error is None and self._missing[job.tenant]}:
+            records = self._missing.pop(tenant)
+            self._put(control("lost", "router", {"records": records}), tenant, None, records)
+
+    def _prepare(self) -> Signer:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Signer.load(self.root)
+
+    def _run(self) -> None:
+        """The thread: batches until the end, then checkpoints."""
+        more = True
+        while more:
+            batch, more = self._gather()
+            for tenant in dict.fromkeys(job.tenant for job in batch):
+                results = self._write(tenant, [job for job in batch if job.tenant == tenant])
+                # A loop that closes while records are still being written has nobody left to tell.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._finish, results)
+        for chain in self._chains.values():
+            try:
+                chain.close()
+            except (OSError, AuditError) as error:
+                log.error("audit_checkpoint_failed", tenant=chain.tenant, error=str(error))
+
+    def _gather(self) -> tuple[list[_Job], bool]:
+        """At most a commit's worth of jobs, at once where somebody waits; False after the last."""
+        batch: list[_Job] = []
+        until: float | None = None
+        while len(batch) < BATCH:
+            wait = None if until is None else until - time.monotonic()
+            try:
+                job = self._jobs.get(timeout=wait) if wait is None or wait > 0 else self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is None:
+                return batch, False
+            batch.append(job)
+            now = time.monotonic()
+            until = now if job.done is not None else (until if until is not None else now + _LINGER)
+        return batch, True
+
+    def _write(self, tenant: str, jobs: list[_Job]) -> list[tuple[_Job, Exception | None]]:
+        """One commit to one chain. What fails, fails for these jobs alone."""
+        try:
+            if tenant not in self._chains:
+                self._chains[tenant] = Chain(self.root, tenant, self._signer, **self._options)
+            errors = self._chains[tenant].append([job.entry for job in jobs])
+        except Exception as error:  # whatever it is, those who wait must be told
+            errors = [error] * len(jobs)
+        failed = [error for error in errors if error is not None]
+        if failed:
+            log.error("audit_write_failed", tenant=tenant, records=len(failed), error=str(failed[0]))
+        return list(zip(jobs, errors, strict=True))
+
+
+def _unrecorded(error: Exception) -> Unrecorded:
+    """The caller learns that there is no record; the cause stays in our log."""
+    failure = Unrecorded("the audit record of this request could not be written, so there is no answer")
+    failure.__cause__ = error
+    return failure
+
+
+def _request(call: Call) -> bytes:
+    return msgspec.json.encode(call.fields)
+
+
+def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
+    """What was asked, under which policy, and what was decided with all verdicts."""
+    asked = {
+        "path": call.path,
+        "model": call.model,
+        "stream": call.stream,
+        "hint": call.hint,
+        "budget_ms": call.budget_ms,
+        "pinned": call.pinned,
+        "policy": call.tenant.digest,
+    }
+    if decision is not None:
+        asked |= {"chosen": decision.chosen, "decision": decision}
+    return asked
+
+
+def _ended(outcome: Outcome) -> dict[str, Any]:
+    """Everything but the texts."""
+    return {
+        "result": outcome.result,
+        "status": outcome.status,
+        "deployment": outcome.deployment,
+        "transport": outcome.transport,
+        "error": outcome.error,
+        "tried": outcome.tried,
+        "usage": outcome.usage,
+        "run": None if outcome.run is None else msgspec.json.decode(outcome.run),
+        "fingerprints": outcome.fingerprints,
+        "ttft_ms": outcome.ttft_ms,
+        "total_ms": outcome.total_ms,
+    }

@@ -1,0 +1,159 @@
+"""`twolane audit`: does the log hold, what does it say, and texts to forget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from router import audit_verify
+from router.audit_chain import Chain
+from router.audit_keys import AuditError, Signer
+from router.audit_lines import Record
+from router.audit_verify import Report
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _which_log(command: _F) -> _F:
+    """`--dir`, or the folder that a configuration file names."""
+    folder = click.option(
+        "--dir",
+        "root",
+        envvar="TWOLANE_AUDIT_DIR",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Folder of the audit log.",
+    )
+    config = click.option(
+        "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Or its config."
+    )
+    return folder(config(command))
+
+
+@click.group("audit")
+def audit_commands() -> None:
+    """Read and check the audit log."""
+
+
+@audit_commands.command("verify")
+@_which_log
+@click.option("--key", help="Public key (hex) kept elsewhere; without it, the one beside the log.")
+@click.option("--json", "as_json", is_flag=True)
+@click.argument("tenants", nargs=-1)
+def verify(root: Path | None, config: Path | None, key: str | None, as_json: bool, tenants: tuple[str, ...]) -> None:
+    """Check the chains of TENANTS, or all. Exit status 1 when one does not hold."""
+    folder = _folder(root, config)
+    known = audit_verify.tenants(folder)
+    if not known and not tenants:
+        raise click.ClickException(f"{folder}: no chains")
+    reports = [audit_verify.verify(folder, tenant, _public(key)) for tenant in tenants or known]
+    if as_json:
+        click.echo(json.dumps([asdict(report) | {"holds": report.holds} for report in reports], indent=2))
+    else:
+        for report in reports:
+            click.echo(_told(report))
+    raise SystemExit(0 if all(report.holds for report in reports) else 1)
+
+
+@audit_commands.command("show")
+@_which_log
+@click.option("--id", "wanted", help="Only this request (its decision id).")
+@click.option("--content", is_flag=True, help="Open sealed texts; needs to read the tenant's key.")
+@click.option("--json", "as_json", is_flag=True, help="One record a line.")
+@click.argument("tenant")
+def show(root: Path | None, config: Path | None, wanted: str | None, content: bool, as_json: bool, tenant: str) -> None:
+    """Print the records of TENANT (`_router`: the router's own), oldest first."""
+    folder = _folder(root, config)
+    if tenant not in audit_verify.tenants(folder):
+        raise click.ClickException(f"{folder}: no chain of {tenant!r}")
+    chain = ""
+    try:
+        for record in audit_verify.records(folder, tenant):
+            chain = record.body.get("chain", chain)
+            if wanted in (None, record.body.get("id")):
+                texts = _texts(folder, tenant, chain, record) if content else {}
+                shown = record.body | {"hash": record.hash} | ({"texts": texts} if texts else {})
+                click.echo(json.dumps(shown, ensure_ascii=False) if as_json else _line(record, texts))
+    except AuditError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@audit_commands.command("erase")
+@_which_log
+@click.option("--who", required=True, help="Name of the person who asks; stands in the log.")
+@click.confirmation_option(prompt="Destroy the key of all texts recorded so far?")
+@click.argument("tenant")
+def erase(root: Path | None, config: Path | None, who: str, tenant: str) -> None:
+    """Make all texts of TENANT unreadable for ever; its chain still holds. The router may be running."""
+    folder = _folder(root, config)
+    if tenant not in audit_verify.tenants(folder):
+        raise click.ClickException(f"{folder}: no chain of {tenant!r}")
+    try:
+        Chain(folder, tenant, Signer.load(folder)).erase(who)
+    except (AuditError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{tenant}: texts erased")
+
+
+def _folder(root: Path | None, config: Path | None) -> Path:
+    if root is not None:
+        return root
+    if config is None:
+        raise click.UsageError("say which log: --dir FOLDER or --config FILE")
+    from router import settings
+    from router.source import ConfigError
+
+    try:
+        return settings.load(config).audit.dir
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _public(key: str | None) -> bytes | None:
+    try:
+        return None if key is None else bytes.fromhex(key)
+    except ValueError as error:
+        raise click.UsageError("--key is not hex") from error
+
+
+def _told(report: Report) -> str:
+    lines = [
+        f"{report.tenant}: {'holds' if report.holds else 'DOES NOT HOLD'}; {report.records} records, "
+        f"{report.checkpoints} checkpoints, signed by {report.key or 'nobody'}"
+    ]
+    lines += [f"  fault: {fault}" for fault in report.faults]
+    notes = {
+        "records that a crash left after the signed head": report.unsigned,
+        "recoveries after a crash": report.recovered,
+        "requests begun and not ended": len(report.open_intents),
+    }
+    lines += [f"  note: {count} {what}" for what, count in notes.items() if count]
+    return "\n".join(lines)
+
+
+def _texts(folder: Path, tenant: str, chain: str, record: Record) -> dict[str, str]:
+    try:
+        return audit_verify.content(folder, tenant, chain, record)
+    except AuditError as error:
+        return {"unreadable": str(error)}
+
+
+def _line(record: Record, texts: dict[str, str]) -> str:
+    body = record.body
+    match body.get("kind"):
+        case "intent":
+            told = f"{body.get('id')} {body.get('model')} -> {body.get('chosen')}"
+        case "outcome":
+            told = f"{body.get('id')} {body.get('result')} {body.get('status')} {body.get('deployment') or '-'}"
+        case "control":
+            told = f"{body.get('what')} by {body.get('who')} {json.dumps(body.get('detail'))}"
+        case _:
+            told = f"key {body.get('key')}"
+    return "\n".join(
+        [f"{record.seq:>8} {body.get('ts')} {body.get('kind'):<10} {told}"]
+        + [f"         {name}: {text}" for name, text in texts.items()]
+    )
