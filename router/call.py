@@ -72,6 +72,8 @@ class Reply:
     """`perf_counter` when the first content frame arrived."""
     error: str | None = None
     """Code of what ended the stream early."""
+    hint: str | None = None
+    """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
 
     async def aclose(self) -> None:
         """Release the upstream; safe to call twice."""

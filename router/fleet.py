@@ -20,6 +20,7 @@ import structlog
 
 from workers.client import Registry, read_state
 from workers.config import WorkerConfig
+from workers.embedded import EmbeddedFailed, EmbeddedRedis
 from workers.protocol import WorkerState
 
 log = structlog.get_logger("fleet")
@@ -124,11 +125,19 @@ class Fleet:
     """Spawned and foreign workers. `workers()` costs no I/O."""
 
     def __init__(
-        self, configs: Sequence[WorkerConfig], *, config_file: Path | None, folder: Path, registry: Registry | None
+        self,
+        configs: Sequence[WorkerConfig],
+        *,
+        config_file: Path | None,
+        folder: Path,
+        registry: Registry | None,
+        embedded: EmbeddedRedis | None = None,
     ) -> None:
         self._configs = [c for c in configs if c.spawn]
         self._config_file, self._folder = config_file, folder
         self._registry = registry
+        self._embedded = embedded
+        """Already started, on the thread that runs this fleet; kept alive and stopped here."""
         self.spawned: list[Spawned] = []
         self._foreign: list[WorkerState] = []
         self._found = 0.0
@@ -150,6 +159,8 @@ class Fleet:
             self._tasks += [asyncio.create_task(s.keep_alive()) for s in self.spawned]
         if self._registry is not None:
             self._tasks.append(asyncio.create_task(self._discover(self._registry)))
+        if self._embedded is not None:
+            self._tasks.append(asyncio.create_task(self._keep_redis(self._embedded)))
 
     async def close(self) -> None:
         """End the spawned workers."""
@@ -159,6 +170,8 @@ class Fleet:
         await asyncio.gather(*(s.close() for s in self.spawned))
         if self._registry is not None:
             await self._registry.close()
+        if self._embedded is not None:
+            self._embedded.stop()
 
     async def _discover(self, registry: Registry) -> None:
         while True:
@@ -166,3 +179,12 @@ class Fleet:
             if found is not None:
                 self._foreign, self._found = found, time.monotonic()
             await asyncio.sleep(_EVERY_S)
+
+    async def _keep_redis(self, embedded: EmbeddedRedis) -> None:
+        """Start the embedded server anew when it ends; its socket stays the same."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            if embedded.ended:
+                log.warning("embedded redis ended; started anew")
+                with contextlib.suppress(EmbeddedFailed):  # tried again in a second
+                    embedded.start(timeout=2.0)

@@ -1,0 +1,275 @@
+"""Builds each object once, opens and closes it: the only place where the router's parts meet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, assert_never
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+
+from router import settings as config
+from router.audit import Audit
+from router.conversations import Conversations
+from router.course import Decisions
+from router.deployments import Deployment
+from router.dispatch import Dispatcher
+from router.endpoints import PATHS, Endpoint
+from router.errors import Unrecorded
+from router.estimates import Estimates
+from router.fleet import Fleet as SpawningFleet
+from router.gather import Gatherer
+from router.health import Health
+from router.http import Receive, Scope, Send
+from router.limits import Limits
+from router.pages import Pages
+from router.settings import ConfigError, Settings
+from router.telemetry import Metrics, configure_logging
+from router.tenants import TenantSource
+from router.transports.base import Transport
+from router.transports.cache import Fleet, KnownFleet, OnWorker, Role
+from router.transports.openai_http import Pools
+from router.transports.relay import Relay
+from router.transports.text_http import TextHTTP
+from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
+from workers.client import Registry
+from workers.config import RedisConfig
+from workers.embedded import EmbeddedRedis
+
+log = structlog.get_logger("twolane.router")
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at the tenants' files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What outlives a reload."""
+
+    fleet: Fleet
+    tenants: TenantSource
+    limits: Limits
+    metrics: Metrics
+    audit: Audit
+    pools: Pools
+    estimates: Estimates
+    decisions: Decisions
+    conversations: Conversations
+    stopped: Callable[[], frozenset[str]]
+
+
+class App:
+    """The ASGI application: hot routes raw, the rest through Starlette."""
+
+    def __init__(self, settings: Settings, parts: Parts, path: Path | None) -> None:
+        self.parts = parts
+        self._path = path
+        self._litellm: LiteLLMThread | None = None
+        self.endpoint = Endpoint(self._dispatcher(settings), parts.tenants, settings.max_body_bytes)
+        self._hot = {f"{version}{path}" for version in ("", "/v1") for path in PATHS}
+        pages = Pages(self.endpoint, fleet=parts.fleet, limits=parts.limits, metrics=parts.metrics, reload=self.reload)
+        self._rest = pages.app(self._lifespan)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._hot:
+            await self.endpoint(scope, receive, send)
+        else:
+            await self._rest(scope, receive, send)
+
+    async def reload(self, who: str = "signal") -> dict[str, Any]:
+        """Put the files as they are now in force. Raises ConfigError, and then all stays as it was."""
+        settings = self.endpoint.dispatcher.settings if self._path is None else config.load(self._path)
+        dispatcher = self._dispatcher(settings)
+        change = self.parts.tenants.reload(settings)
+        self.parts.metrics.configure(_labels(settings), self.parts.tenants.names)
+        self.endpoint.dispatcher = dispatcher
+        self.endpoint.max_body = settings.max_body_bytes
+        told = {"added": change.added, "removed": change.removed, "changed": change.changed}
+        log.info("reloaded", who=who, tenants=told, deployments=len(settings.model_list))
+        with contextlib.suppress(Unrecorded):  # the log of a disk that is full must not keep a fix from being loaded
+            await self.parts.audit.control("reload", who, {"tenants": told})
+        return {"reloaded": True, "tenants": told, "deployments": len(settings.model_list)}
+
+    def _dispatcher(self, settings: Settings) -> Dispatcher:
+        parts, routing = self.parts, settings.routing
+        health = Health(settings.groups, allowed_fails=routing.allowed_fails, cooldown_time=routing.cooldown_time)
+        gatherer = Gatherer(
+            settings,
+            fleet=parts.fleet,
+            estimates=parts.estimates,
+            health=health,
+            metrics=parts.metrics,
+            conversations=parts.conversations,
+            stopped=parts.stopped,
+        )
+        transports: dict[str, Transport] = {}
+        dispatcher = Dispatcher(
+            settings=settings,
+            transports=transports,
+            gatherer=gatherer,
+            health=health,
+            estimates=parts.estimates,
+            limits=parts.limits,
+            metrics=parts.metrics,
+            decisions=parts.decisions,
+            conversations=parts.conversations,
+            audit=parts.audit,
+        )
+        transports.update((d.id, self._transport(settings, d, dispatcher)) for d in settings.model_list)
+        return dispatcher
+
+    def _transport(self, settings: Settings, deployment: Deployment, dispatcher: Dispatcher) -> Transport:
+        routing, parts = settings.routing, self.parts
+        waits: dict[str, Any] = {"timeout": routing.timeout, "stream_timeout": routing.stream_timeout}
+        match deployment.kind:
+            case "http":
+                return TextHTTP(deployment, parts.pools, **waits)
+            case "litellm":
+                self._litellm = self._litellm or LiteLLMThread()
+                return TextLiteLLM(deployment, self._litellm, **waits)
+            case "relay":
+                params = deployment.relay_params
+                assert params is not None  # noqa: S101  (that is what makes it a relay)
+                return Relay(
+                    dispatcher.run_text,
+                    sharer=params.sharer,
+                    receiver=params.receiver,
+                    max_hint_tokens=params.max_hint_tokens,
+                )
+            case "local" | "cache":
+                role: Role = "pair" if deployment.kind == "cache" else "model"
+                timeout = deployment.timeout or routing.timeout
+                return OnWorker(role, deployment.upstream_model, parts.fleet, parts.pools, timeout=timeout)
+            case _:
+                assert_never(deployment.kind)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        parts = self.parts
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(parts.pools.close)
+            stack.push_async_callback(self._close_litellm)
+            await parts.audit.start()
+            stack.push_async_callback(parts.audit.close)
+            await parts.limits.start()
+            stack.push_async_callback(parts.limits.close)
+            await parts.fleet.start()
+            stack.push_async_callback(parts.fleet.close)
+            look = asyncio.create_task(self._look())
+            stack.push_async_callback(_ended, look)
+            self._on_sighup()
+            gc.collect()
+            gc.freeze()  # what is built now lives as long as the process: the collector need not walk it again
+            yield
+
+    async def _close_litellm(self) -> None:
+        if self._litellm is not None:
+            await self._litellm.close()
+
+    def _on_sighup(self) -> None:
+        # Only the main thread may handle signals; a router inside another program's thread reloads by its admin call.
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    def _hung_up(self) -> None:
+        self._reloading = asyncio.create_task(self._reload_or_keep("signal"))
+
+    async def _reload_or_keep(self, who: str) -> None:
+        try:
+            await self.reload(who)
+        except ConfigError as error:
+            log.error("reload_refused", who=who, error=str(error))
+
+    async def _look(self) -> None:
+        """Take up tenant files when they change; a bad one leaves the running ones in force."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY)
+            if self.parts.tenants.changed():
+                await self._reload_or_keep("file")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _labels(settings: Settings) -> list[tuple[str, str, str]]:
+    return [(d.id, d.model_name, d.transport) for d in settings.model_list]
+
+
+def create_app(
+    settings: Settings,
+    path: Path | None = None,
+    *,
+    fleet: Fleet | None = None,
+    redis_url: str | None = None,
+    stopped: Callable[[], frozenset[str]] = frozenset,
+) -> App:
+    """Build the router; its parts open and close with the ASGI lifespan.
+
+    `path` is the file that a reload reads again; `redis_url` where limits are shared (None counts in this process);
+    `stopped` gives the stop buttons in force. Raises ConfigError.
+    """
+    tenants = TenantSource(settings)
+    parts = Parts(
+        fleet=fleet or KnownFleet(),
+        tenants=tenants,
+        limits=Limits.from_url(redis_url, timeout=settings.redis.timeout),
+        metrics=Metrics(_labels(settings), tenants.names),
+        audit=Audit(settings.audit.dir),
+        pools=Pools(),
+        estimates=Estimates(),
+        decisions=Decisions(),
+        conversations=Conversations(),
+        stopped=stopped,
+    )
+    return App(settings, parts, path)
+
+
+def serve(settings: Settings, path: Path | str) -> None:
+    """Run the router until a signal ends it. Raises SystemExit(1) when it cannot start."""
+    path = Path(path)
+    written = settings.log.format
+    configure_logging(settings.log.level, format="console" if written == "text" else written)
+    for finding in settings.findings:
+        log.warning("unsupported", finding=str(finding))
+    remote = None if settings.redis.url == "embedded" else settings.redis.url
+    embedded = None if remote or not settings.workers else EmbeddedRedis(settings.redis_folder)
+    if embedded is not None:
+        embedded.start()
+    found = RedisConfig(url=embedded.url) if embedded else settings.redis
+    fleet = SpawningFleet(
+        settings.workers,
+        config_file=path,
+        folder=settings.state_dir.resolve() / "run",
+        registry=Registry(found) if remote or embedded else None,
+        embedded=embedded,
+    )
+    app = create_app(settings, path, fleet=fleet, redis_url=remote)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.server.host,
+            port=settings.server.port,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            proxy_headers=False,
+            access_log=False,
+            server_header=False,
+            log_config=None,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=10,
+        )
+    )
+    server.run()
+    if not server.started:
+        raise SystemExit(1)

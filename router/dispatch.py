@@ -1,0 +1,382 @@
+"""The dispatcher: facts, decision, transport, fallback. Knows no HTTP and no body beyond what the facts tell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, assert_never
+
+from policies.decide import decide
+from policies.facts import Decision, Facts
+from router import fallbacks
+from router.audit import Audit
+from router.audit import Outcome as Ending
+from router.call import Call, Reply
+from router.conversations import Conversations, identity
+from router.course import Course, Decisions, decision_view
+from router.deployments import Deployment
+from router.errors import (
+    Refused,
+    RouterError,
+    TooManyRequests,
+    TransportError,
+    Unavailable,
+    UnknownModel,
+    Unrecorded,
+)
+from router.estimates import Estimates
+from router.features import output_limit
+from router.gather import Gatherer
+from router.health import Health, wait_told
+from router.limits import Limits
+from router.refusal import refusal
+from router.settings import Settings
+from router.telemetry import Metrics, Outcome, log_request
+from router.transports.base import Transport
+
+LONGEST_WAIT = 3.0
+"""Seconds that a request may be made to wait for another try; a longer Retry-After is the caller's to honour."""
+_FIRST_WAIT = 0.2
+_NOT_HERE_AGAIN = frozenset({"upstream_auth", "upstream_billing", "upstream_not_found", "insufficient_quota"})
+"""Faults that the same deployment will show again, though another may not."""
+
+
+@dataclass(slots=True)
+class _Again:
+    """A deployment that may be asked once more, and not before when (`perf_counter`)."""
+
+    deployment: Deployment
+    group: str
+    left: int
+    not_before: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatcher:
+    """Runs calls. Everything it needs is built in `app` and closed there."""
+
+    settings: Settings
+    transports: Mapping[str, Transport]
+    """By deployment id."""
+    gatherer: Gatherer
+    health: Health
+    estimates: Estimates
+    limits: Limits
+    metrics: Metrics
+    decisions: Decisions = field(default_factory=Decisions)
+    conversations: Conversations = field(default_factory=Conversations)
+    audit: Audit | None = None
+    """None keeps no records, and then regulated tenants get no answers."""
+
+    def decide(self, call: Call) -> tuple[Facts, Decision]:
+        """The decision for a call, not run. Raises UnknownModel and BadRequest."""
+        facts = self._facts(call, call.model)
+        return facts, decide(call.tenant.policy, facts)
+
+    async def dispatch(self, call: Call) -> Course:
+        """Run a call until its first frame is certain. Whoever gets the Course owes it `finish`.
+
+        Raises RouterError; the books of a call that raises are closed.
+        """
+        course = Course(call)
+        try:
+            course.facts, course.decision = self.decide(call)
+            refused = refusal(course.decision)
+            if refused is not None and not fallbacks.after(self.settings.routing, course.decision.model, refused):
+                raise refused
+            course.grant = await self.limits.admit(call.tenant, reserved_tokens(call, course.facts))
+            if self._regulated(call):
+                await self._recorder().intent(call, course.decision)
+            course.reply = await self._run(course, refused)
+        except BaseException as error:
+            await self.finish(course, ended_by(error), error if isinstance(error, RouterError) else None)
+            raise
+        return course
+
+    async def run_text(self, call: Call) -> Reply:
+        """Half of a relay: `call.model` is a group, answered by its plain text deployments under the same policy."""
+        course = Course(call)
+        course.facts = self._facts(call, call.model, relayed=True)
+        course.decision = decide(call.tenant.policy, course.facts)
+        reply = await self._run(course, refusal(course.decision), relayed=True)
+        if course.deployment is not None:
+            self.health.succeeded(course.deployment)
+            self.metrics.end(course.deployment)
+        return reply
+
+    async def finish(
+        self, course: Course, outcome: Outcome, error: RouterError | None = None, answer: bytes | None = None
+    ) -> None:
+        """Close the books once: slot, tokens and money, estimates, health, metrics, log and record.
+
+        Await it before the answer's last byte. Raises Unrecorded when a regulated answer has no record; the caller
+        must then get none.
+        """
+        if course.finished:
+            return
+        course.finished = True
+        if course.deployment is not None:
+            self.metrics.end(course.deployment)
+        cost = self._cost(course)
+        if course.grant is not None:
+            await self.limits.settle(course.grant, _used_tokens(course, outcome), cost)
+        try:
+            await self._record(course, outcome, error, answer)
+        except Unrecorded as unrecorded:
+            outcome, error = "error", unrecorded
+            raise
+        finally:
+            self._learn(course, outcome)
+            self._tell(course, outcome, error, cost)
+
+    # -- the way of one call
+
+    def _facts(self, call: Call, model: str, *, relayed: bool = False) -> Facts:
+        group = self.settings.group(model)
+        if group is None:
+            raise UnknownModel(f"The model {model!r} does not exist.", param="model")
+        members = self.settings.groups[group]
+        if relayed:
+            members = tuple(d for d in members if d.kind not in ("relay", "cache"))
+        return self.gatherer.facts(call, members, group)
+
+    async def _run(self, course: Course, refused: RouterError | None, relayed: bool = False) -> Reply:
+        """The group asked for, then its fallbacks, each once; at last those that may be asked again."""
+        assert course.decision is not None  # noqa: S101  (dispatch and run_text set it)
+        group, decision, call = course.decision.model, course.decision, course.call
+        seen, queue, again = {group}, list[str](), list[_Again]()
+        error: RouterError | None = refused
+        while True:
+            if error is None:
+                try:
+                    return await self._first_round(course, call, group, decision, again)
+                except TransportError as failure:
+                    error = failure
+            queue += fallbacks.after(self.settings.routing, group, error)
+            spare = None if relayed else self._spare(course, queue, seen)
+            if spare is None:
+                break
+            group, call, decision = spare
+            course.fallbacks += 1
+            error = None
+        return await self._later_rounds(course, error, again)
+
+    def _spare(self, course: Course, queue: list[str], seen: set[str]) -> tuple[str, Call, Decision] | None:
+        """The next fallback group that was not visited and that policy lets answer."""
+        while queue and len(seen) <= self.settings.routing.max_fallbacks:
+            model = queue.pop(0)
+            group = self.settings.group(model)
+            if group is None or group in seen:
+                continue
+            seen.add(group)
+            call = replace(course.call, model=model)
+            facts = self._facts(call, model)
+            decision = decide(call.tenant.policy, facts)
+            if decision.ranked:
+                course.facts = facts
+                return group, call, decision
+        return None
+
+    async def _first_round(
+        self, course: Course, call: Call, group: str, decision: Decision, again: list[_Again]
+    ) -> Reply:
+        """Every survivor of a group once, in order. Raises the last failure."""
+        members = {d.id: d for d in self.settings.groups[group]}
+        last: TransportError | None = None
+        for id in decision.ranked:
+            try:
+                return await self._try(course, call, members[id])
+            except Refused:
+                raise
+            except TransportError as error:
+                last = error
+                self._maybe_again(again, members[id], call.model, error)
+        raise last or Unavailable("No deployment could be asked.")
+
+    def _maybe_again(self, again: list[_Again], deployment: Deployment, model: str, error: TransportError) -> None:
+        allowed = deployment.num_retries
+        left = self.settings.routing.num_retries if allowed is None else allowed
+        if left > 0 and (wait := self._wait(error, 0)) is not None:
+            again.append(_Again(deployment, model, left, time.perf_counter() + wait))
+
+    def _wait(self, error: TransportError, round: int) -> float | None:
+        """Seconds before the same deployment is asked again; None where that cannot help or lasts too long."""
+        if error.code in _NOT_HERE_AGAIN or error.status == 400:
+            return None
+        told = wait_told(error) or 0.0
+        if told > LONGEST_WAIT:
+            return None
+        backoff: float = _FIRST_WAIT * 2**round * random.uniform(0.8, 1.2)  # noqa: S311  (spreads retries)
+        return min(max(told, backoff, self.settings.routing.retry_after), LONGEST_WAIT)
+
+    async def _later_rounds(self, course: Course, error: RouterError | None, again: list[_Again]) -> Reply:
+        """Ask once more those that a pause may have cured, the soonest first, until none has a try left."""
+        rounds = 0
+        while again:
+            again.sort(key=lambda entry: entry.not_before)
+            entry = again.pop(0)
+            if self.health.cooling(entry.deployment.id) and again:
+                continue
+            await asyncio.sleep(max(0.0, entry.not_before - time.perf_counter()))
+            self.metrics.retried(entry.deployment.id)
+            call = course.call if entry.group == course.call.model else replace(course.call, model=entry.group)
+            try:
+                return await self._try(course, call, entry.deployment)
+            except Refused:
+                raise
+            except TransportError as failure:
+                error = failure
+                rounds += 1
+                wait = self._wait(failure, rounds)
+                if entry.left > 1 and wait is not None:
+                    again.append(replace(entry, left=entry.left - 1, not_before=time.perf_counter() + wait))
+        raise error or Unavailable("No deployment could be asked.")
+
+    async def _try(self, course: Course, call: Call, deployment: Deployment) -> Reply:
+        """One attempt. The deployment that answers counts as busy until `finish`."""
+        course.chose(deployment.id)
+        self.metrics.begin(deployment.id)
+        try:
+            reply = await self.transports[deployment.id].send(call)
+        except BaseException as error:
+            self.metrics.end(deployment.id)
+            if isinstance(error, TransportError):
+                self._failed(course, deployment.id, error)
+            raise
+        course.deployment, course.transport, course.costs = deployment.id, deployment.transport, deployment.costs
+        course.spare = call.model if call.model != course.call.model else None
+        return reply
+
+    def _failed(self, course: Course, deployment: str, error: TransportError) -> None:
+        course.failed(deployment, error)
+        if self.health.failed(deployment, error):
+            self.metrics.cooled(deployment)
+
+    # -- the books
+
+    def _regulated(self, call: Call) -> bool:
+        return call.tenant.policy.regulated
+
+    def _recorder(self) -> Audit:
+        if self.audit is None:
+            raise Unrecorded("No audit log is open, so there is no answer for a regulated tenant.")
+        return self.audit
+
+    def keeps_answer(self, call: Call) -> bool:
+        """The record holds what was answered, in whole or as a digest."""
+        return self.audit is not None and (self._regulated(call) or call.tenant.audit.content != "none")
+
+    async def _record(self, course: Course, outcome: Outcome, error: RouterError | None, answer: bytes | None) -> None:
+        if self.audit is None:
+            if self._regulated(course.call) and outcome == "ok":
+                self._recorder()
+            return
+        reply = course.reply
+        ended = Ending(
+            result=_result(outcome),
+            status=error.status if error else reply.status if reply else 499,
+            deployment=course.deployment,
+            transport=course.transport,
+            error=(error.code or error.type) if error else reply.error if reply else None,
+            tried=tuple(t.deployment for t in course.tries),
+            total_ms=(time.perf_counter() - course.call.started) * 1000,
+        )
+        if reply is not None:
+            told = reply.first_frame
+            ended = replace(
+                ended,
+                usage=reply.usage,
+                run=reply.run,
+                fingerprints=self._fingerprints(course),
+                ttft_ms=None if told is None else (told - course.call.started) * 1000,
+                answer=answer if answer is not None else reply.body or None,
+                hint=None if reply.hint is None else reply.hint.encode(),
+            )
+        await self.audit.outcome(course.call, course.decision, ended)
+
+    def _fingerprints(self, course: Course) -> dict[str, str]:
+        facts = course.facts.deployments if course.facts else ()
+        pair = next((d.pair for d in facts if d.id == course.deployment), None)
+        return {"pair": pair.fingerprint} if pair is not None and pair.fingerprint is not None else {}
+
+    def _learn(self, course: Course, outcome: Outcome) -> None:
+        reply, id = course.reply, course.deployment
+        if reply is None or id is None:
+            return
+        if outcome == "cut":
+            error = Unavailable("cut", code=reply.error)
+            if self.health.failed(id, error):
+                self.metrics.cooled(id)
+        if outcome != "ok":
+            return
+        self.health.succeeded(id)
+        if course.call.tenant.policy.terms.sticky:
+            self.conversations.answered(identity(course.call), id)
+        if reply.usage.known and reply.first_frame is not None and not course.tries:
+            started = course.call.started
+            self.estimates.learn(
+                id,
+                prompt_tokens=reply.usage.prompt_tokens,
+                output_tokens=max(1, reply.usage.completion_tokens),
+                cached_tokens=reply.usage.cached_tokens,
+                queue=course.queue,
+                ttft_ms=(reply.first_frame - started) * 1000,
+                total_ms=(time.perf_counter() - started) * 1000,
+            )
+
+    def _cost(self, course: Course) -> float:
+        reply = course.reply
+        if reply is None or not reply.usage.known:
+            return 0.0
+        into, out = course.costs
+        return reply.usage.prompt_tokens * into + reply.usage.completion_tokens * out
+
+    def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float) -> None:
+        limit = error.headers.get("x-twolane-limit") if isinstance(error, TooManyRequests) else None
+        event = course.event(outcome, error, cost, limit)
+        self.metrics.finish(event)
+        log_request(event)
+        if course.decision is not None:
+            view = decision_view(course.call, course.facts, course.decision)
+            view["happened"] = event
+            view["tries"] = course.tries
+            view["spare"] = course.spare
+            self.decisions.keep(course.call.id, course.call.tenant.name, view)
+
+
+def reserved_tokens(call: Call, facts: Facts) -> int:
+    """Tokens a call is charged before it runs: what it asks, and what it allows in answer if it says so."""
+    return facts.prompt_tokens + (output_limit(call) or 0)
+
+
+def ended_by(error: BaseException) -> Outcome:
+    """How a call ended that raised before its first frame."""
+    if isinstance(error, asyncio.CancelledError):
+        return "abandoned"
+    return "refused" if isinstance(error, RouterError) and error.status < 500 else "error"
+
+
+def _used_tokens(course: Course, outcome: Outcome) -> int:
+    reply = course.reply
+    if reply is None:
+        return 0
+    if reply.usage.known:
+        return reply.usage.prompt_tokens + reply.usage.completion_tokens
+    return course.facts.prompt_tokens if course.facts else 0
+
+
+def _result(outcome: Outcome) -> Literal["answered", "refused", "failed", "cancelled"]:
+    match outcome:
+        case "ok":
+            return "answered"
+        case "refused":
+            return "refused"
+        case "error" | "cut":
+            return "failed"
+        case "abandoned":
+            return "cancelled"
+        case _:
+            assert_never(outcome)

@@ -1,0 +1,119 @@
+"""What a request cannot do without, and which kind of deployment cannot do it. The one place for both.
+
+A shallow look: values are tested for presence, messages are scanned for part types, nothing is decoded in full.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from router.call import Call
+from router.deployments import Kind
+from router.wire import given, read_whole
+
+_WORKERS = frozenset(
+    {"tools", "images", "audio", "files", "json", "logprobs", "n", "logit_bias", "embeddings", "responses"}
+)
+CANNOT: dict[Kind, frozenset[str]] = {
+    "http": frozenset(),
+    "litellm": frozenset({"responses"}),
+    "relay": frozenset({"tools", "images", "audio", "files", "completions", "embeddings", "responses"}),
+    "local": _WORKERS,
+    "cache": _WORKERS,
+}
+"""Features by kind that it cannot serve."""
+
+_PARTS = {
+    b"image_url": "images",
+    b"input_image": "images",
+    b"input_audio": "audio",
+    b"file": "files",
+    b"input_file": "files",
+    b"tool": "tools",
+}
+_mark = re.compile(rb'"(?:type|role)"\s*:\s*"(image_url|input_image|input_audio|file|input_file|tool)"')
+_EMPTY = frozenset({b"null", b"false", b"0", b"[]", b"{}", b'"none"', b'""'})
+_WHERE = {"/completions": "completions", "/embeddings": "embeddings", "/responses": "responses"}
+_MESSAGES = ("messages", "prompt", "input")
+_OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def needs(call: Call) -> frozenset[str]:
+    """Features the request uses."""
+    fields = call.fields
+    found = set()
+    if call.path in _WHERE:
+        found.add(_WHERE[call.path])
+    if _set(fields, "tools") or _set(fields, "functions"):
+        found.add("tools")
+    if _set(fields, "logprobs") or _set(fields, "top_logprobs"):
+        found.add("logprobs")
+    if _set(fields, "logit_bias"):
+        found.add("logit_bias")
+    if "response_format" in fields and b'"json' in bytes(fields["response_format"]):
+        found.add("json")
+    if _set(fields, "audio"):
+        found.add("audio")
+    if "n" in fields and bytes(fields["n"]) not in (b"1", b"null"):
+        found.add("n")
+    for name in _MESSAGES:
+        if name in fields:
+            _scan(bytes(fields[name]), found)
+    return frozenset(found)
+
+
+def _scan(raw: bytes, found: set[str]) -> None:
+    # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
+    for mark in _mark.findall(raw):
+        found.add(_PARTS[mark])
+
+
+def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    raw = fields.get(name)
+    return raw is not None and bytes(raw).strip() not in _EMPTY
+
+
+def prompt_tokens(call: Call) -> int:
+    """An estimate from the bytes of what is to be read: about four to a token."""
+    size = sum(len(bytes(call.fields[name])) for name in (*_MESSAGES, "tools", "instructions") if name in call.fields)
+    return max(1, size // 4)
+
+
+def output_limit(call: Call) -> int | None:
+    """Tokens the caller allows the answer at most; None where it sets no bound. Raises BadRequest."""
+    for name in _OUTPUT:
+        if given(call.fields, name):
+            return read_whole(call.fields, name)
+    return None
+
+
+class _Turn(msgspec.Struct):
+    role: str = ""
+    content: msgspec.Raw = msgspec.Raw()
+
+
+_turns = msgspec.json.Decoder(list[_Turn])
+
+
+def turns_before_question(call: Call) -> bool:
+    """Something stands before the last user message. False where the messages cannot be read that way."""
+    turns = _read_turns(call)
+    last = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    return last > 0
+
+
+def first_turn(call: Call) -> bytes | None:
+    """The first user message as it was sent: what names a conversation that has no name of its own."""
+    return next((bytes(turn.content) for turn in _read_turns(call) if turn.role == "user"), None)
+
+
+def _read_turns(call: Call) -> list[_Turn]:
+    raw = call.fields.get("messages")
+    if raw is None:
+        return []
+    try:
+        return _turns.decode(raw)
+    except msgspec.DecodeError:
+        return []

@@ -1,0 +1,179 @@
+"""Gathers the facts of a call: all that policy may look at, as it stands now. Decides nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts
+from router.call import Call
+from router.conversations import Conversations, identity, share
+from router.deployments import Deployment
+from router.estimates import Estimates
+from router.features import CANNOT, needs, output_limit, prompt_tokens, turns_before_question
+from router.health import Health
+from router.settings import Settings
+from router.telemetry import Metrics
+from router.transports.cache import Fleet, Holder, Role, holders
+from workers.protocol import PairState
+
+USUAL_OUTPUT = 256
+"""Tokens expected of an answer where the caller sets no bound and nothing was learnt yet."""
+
+
+class Gatherer:
+    """Reads the fleet, the estimates and the health of deployments; costs no I/O."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        fleet: Fleet,
+        estimates: Estimates,
+        health: Health,
+        metrics: Metrics,
+        conversations: Conversations,
+        stopped: Callable[[], frozenset[str]],
+    ) -> None:
+        """`stopped` gives the stop buttons in force: `cache`, `pair:NAME`, `tenant:NAME`."""
+        self._settings = settings
+        self._fleet = fleet
+        self._estimates = estimates
+        self._health = health
+        self._metrics = metrics
+        self._conversations = conversations
+        self._stopped = stopped
+        self._primed: dict[str, str] = {}
+        for deployment in settings.model_list:
+            told = deployment.model_info.latency
+            if told is not None and told.tokens_per_s is not None:
+                estimates.prior(deployment.id, ttft_ms=told.ttft_ms, tokens_per_s=told.tokens_per_s)
+
+    def facts(self, call: Call, deployments: tuple[Deployment, ...], model: str) -> Facts:
+        """Facts of `call` if the group `model`, with these deployments, were to answer it. Raises BadRequest."""
+        prompt = prompt_tokens(call)
+        limit = output_limit(call)
+        terms = call.tenant.policy.terms
+        who = identity(call) if terms.sticky or terms.cache_share < 1 else None
+        return Facts(
+            model=model,
+            deployments=tuple(self._deployment(d, prompt, limit) for d in deployments),
+            prompt_tokens=prompt,
+            output_tokens=USUAL_OUTPUT if limit is None else limit,
+            needs=needs(call),
+            has_context=turns_before_question(call) if any(d.kind == "cache" for d in deployments) else True,
+            hint=call.hint,
+            budget_hint_ms=call.budget_ms,
+            draw=random.random(),  # noqa: S311  (spreads load, guards nothing)
+            now=time.time(),
+            stopped=self._stopped(),
+            pinned=call.pinned,
+            strategy=self._settings.routing.strategy,
+            last=self._conversations.last(who),
+            conversation=share(who),
+            labels={**call.headers, "tenant": call.tenant.name},
+        )
+
+    def _deployment(self, deployment: Deployment, prompt: int, limit: int | None) -> DeploymentFacts:
+        holder = self._holder(deployment)
+        available, why = self._available(deployment, holder)
+        queue = self._metrics.in_flight(deployment.id)
+        return DeploymentFacts(
+            id=deployment.id,
+            transport=deployment.transport,
+            kind=deployment.kind,
+            available=available,
+            unavailable=why,
+            region=deployment.model_info.region,
+            pair=self._pair(deployment, holder),
+            context=holder.state.context if holder is not None else None,
+            cannot=CANNOT[deployment.kind],
+            estimate=self._estimate(deployment, prompt, limit, queue),
+            cooling=self._health.cooling(deployment.id),
+            in_flight=queue,
+            weight=deployment.weight,
+            order=deployment.order,
+        )
+
+    def _holder(self, deployment: Deployment) -> Holder | None:
+        named = on_worker(deployment)
+        if named is None:
+            return None
+        found = holders(self._fleet, *named)
+        if not found:
+            return None
+        self._prime(deployment.id, found[0], named[1])
+        return found[0]
+
+    def _available(self, deployment: Deployment, holder: Holder | None) -> tuple[bool, str]:
+        if deployment.relay_params is not None:
+            for group in (deployment.relay_params.sharer, deployment.relay_params.receiver):
+                if not self._reachable(group):
+                    return False, f"no deployment of {group} is available to the relay"
+            return True, ""
+        named = on_worker(deployment)
+        if named is None:
+            return True, ""
+        if holder is None:
+            return False, f"no live worker holds {named[0]} {named[1]}"
+        return holder.state.ready, holder.state.reason
+
+    def _reachable(self, group: str) -> bool:
+        members = self._settings.groups.get(self._settings.group(group) or "", ())
+        return any(self._available(d, self._holder(d))[0] for d in members if d.kind in ("http", "litellm", "local"))
+
+    def _pair(self, deployment: Deployment, holder: Holder | None) -> PairFacts | None:
+        if deployment.cache_params is None:
+            return None
+        name = deployment.cache_params.pair
+        if holder is None or not isinstance(holder.state, PairState):
+            return PairFacts(name, None, reason=f"no live worker holds pair {name}")
+        state = holder.state
+        return PairFacts(
+            name,
+            state.fingerprint if state.ready else None,
+            state.mode,
+            state.scope,
+            state.verdict,
+            state.gain,
+            state.retention,
+            state.reason,
+        )
+
+    def _estimate(self, deployment: Deployment, prompt: int, limit: int | None, queue: int) -> Estimate | None:
+        output = expected_output(self._estimates.usual_output(deployment.id), limit)
+        found = self._estimates.predict(deployment.id, prompt_tokens=prompt, output_tokens=output, queue=queue)
+        into, out = deployment.costs
+        if found is None or not (into or out):
+            return found
+        return replace(found, cost=prompt * into + output * out)
+
+    def _prime(self, deployment: str, holder: Holder, name: str) -> None:
+        """A worker's own rates stand until answers tell better; a restarted worker measured anew."""
+        if self._primed.get(deployment) == holder.worker.epoch:
+            return
+        rates = holder.worker.rates.get(name)
+        if rates is not None and rates.prefill_tokens_per_s > 0 and rates.decode_tokens_per_s > 0:
+            self._primed[deployment] = holder.worker.epoch
+            self._estimates.prior(
+                deployment,
+                prefill_tokens_per_s=rates.prefill_tokens_per_s,
+                decode_tokens_per_s=rates.decode_tokens_per_s,
+            )
+
+
+def expected_output(usual: int | None, limit: int | None) -> int:
+    """Tokens an answer is likely to have, within what the caller allows."""
+    expected = USUAL_OUTPUT if usual is None else usual
+    return expected if limit is None else min(expected, limit)
+
+
+def on_worker(deployment: Deployment) -> tuple[Role, str] | None:
+    """The pair or model of a worker that a deployment names."""
+    if deployment.cache_params is not None:
+        return "pair", deployment.cache_params.pair
+    if deployment.local_params is not None:
+        return "model", deployment.local_params.model
+    return None

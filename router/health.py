@@ -1,0 +1,67 @@
+"""Health of deployments as this router saw it: failures in a row, and rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from router.deployments import Deployment
+from router.errors import Refused, TransportError
+
+_LONGEST_REST = 60.0
+_BLAMELESS = frozenset({"overloaded"})
+"""A full queue is no fault: whoever comes later may find room."""
+
+
+class Health:
+    """Counts per deployment id; their number is bounded by the config."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, Iterable[Deployment]],
+        *,
+        allowed_fails: int,
+        cooldown_time: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`cooldown_time` in seconds, 0 never rests anyone. The only deployment of its group never rests."""
+        self._allowed = max(1, allowed_fails)
+        self._rest = cooldown_time
+        self._clock = clock
+        self._fails: dict[str, int] = {}
+        self._until: dict[str, float] = {}
+        self._alone = {members[0].id for group in groups.values() if len(members := tuple(group)) == 1}
+
+    def cooling(self, deployment: str) -> bool:
+        """It rests now."""
+        until = self._until.get(deployment)
+        return until is not None and self._clock() < until
+
+    def succeeded(self, deployment: str) -> None:
+        """Failures in a row are forgotten."""
+        self._fails.pop(deployment, None)
+        self._until.pop(deployment, None)
+
+    def failed(self, deployment: str, error: TransportError) -> bool:
+        """Count a failure; True when it begins a rest. A refusal of the caller's own mistake counts for nothing."""
+        if isinstance(error, Refused) or error.status == 400 or error.code in _BLAMELESS or self._rest <= 0:
+            return False
+        fails = self._fails[deployment] = self._fails.get(deployment, 0) + 1
+        if deployment in self._alone:
+            return False
+        if error.status == 429 and (told := wait_told(error)) is not None:
+            self._until[deployment] = self._clock() + min(told, _LONGEST_REST)
+            return True
+        if fails < self._allowed:
+            return False
+        self._until[deployment] = self._clock() + self._rest
+        return True
+
+
+def wait_told(error: TransportError) -> float | None:
+    """Seconds of the upstream's Retry-After; None where there is none, or a date."""
+    value = error.headers.get("retry-after", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        return None

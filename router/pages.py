@@ -1,0 +1,188 @@
+"""The routes that need not be fast: models, decisions, health, metrics, admin, dashboard. Starlette."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from router.course import decision_view
+from router.endpoints import PATHS, Endpoint, authenticate, new_id, read_call
+from router.errors import BadRequest, Forbidden, RouterError, Unauthenticated, UnknownModel
+from router.http import bearer, read_all
+from router.limits import Limits
+from router.source import ConfigError
+from router.telemetry import CONTENT_TYPE, Metrics
+from router.tenants import Tenant
+from router.transports.cache import Fleet
+
+log = structlog.get_logger("twolane.router")
+
+_DASHBOARD = Path(__file__).parent / "dashboard"
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+Reload = Callable[[str], Awaitable[dict[str, Any]]]
+
+
+class Pages:
+    """Handlers. `endpoint` holds the dispatcher and the tenants in force, `reload` puts new ones in force."""
+
+    def __init__(self, endpoint: Endpoint, *, fleet: Fleet, limits: Limits, metrics: Metrics, reload: Reload) -> None:
+        self._endpoint = endpoint
+        self._fleet = fleet
+        self._limits = limits
+        self._metrics = metrics
+        self._reload = reload
+        self._started = int(time.time())
+
+    def app(self, lifespan: Lifespan) -> Starlette:
+        """The application, with OpenAI's error shape everywhere."""
+        routes: list[BaseRoute] = [
+            *(Route(f"{v}{path}", self._wrong_method, methods=["GET"]) for v in ("", "/v1") for path in PATHS),
+            *self._both("/models", self.models),
+            *self._both("/models/{id:path}", self.model),
+            *self._both("/decide", self.decide, "POST"),
+            *self._both("/decisions/{id}", self.decision),
+            Route("/health/liveliness", self.alive),
+            Route("/health/liveness", self.alive),
+            Route("/health/readiness", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/admin/workers", self.workers),
+            Route("/admin/pairs", self.pairs),
+            Route("/admin/reload", self.reload, methods=["POST"]),
+        ]
+        if (_DASHBOARD / "index.html").exists():
+            routes.append(Mount("/", StaticFiles(directory=_DASHBOARD, html=True)))
+        handlers: Any = {HTTPException: _http_error, RouterError: _router_error, Exception: _failure}
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+    def _both(self, path: str, handler: Callable[[Request], Awaitable[Response]], method: str = "GET") -> list[Route]:
+        return [Route(f"{version}{path}", handler, methods=[method]) for version in ("", "/v1")]
+
+    def _tenant(self, request: Request) -> Tenant:
+        return authenticate(self._endpoint.tenants, request.scope["headers"])
+
+    def _admin(self, request: Request) -> str:
+        key = bearer(request.scope["headers"])
+        tenants = self._endpoint.tenants
+        if not tenants.is_admin(key):
+            if tenants.find(key) is None:
+                raise Unauthenticated("A valid API key is needed: send it as 'Authorization: Bearer KEY'.")
+            raise Forbidden("This needs the master key.", code="admin_only")
+        return "master key" if key else "local"
+
+    async def models(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        return _json({"object": "list", "data": [self._model(name) for name in self._names(tenant)]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if name not in self._names(self._tenant(request)):
+            raise UnknownModel(f"The model {name!r} does not exist.", param="model")
+        return _json(self._model(name))
+
+    def _names(self, tenant: Tenant) -> list[str]:
+        settings = self._endpoint.dispatcher.settings
+        routing = settings.routing
+        names = dict.fromkeys((*settings.groups, *(a for a in routing.aliases if a not in routing.hidden)))
+        allowed = tenant.policy.terms.allows_model
+        return [n for n in names if not n.endswith("*") and allowed(settings.group(n) or n)]
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "twolane"}
+
+    async def decide(self, request: Request) -> Response:
+        started = time.perf_counter()
+        tenant = self._tenant(request)
+        body = await read_all(request.receive, request.scope["headers"], self._endpoint.max_body)
+        call = read_call(new_id(), tenant, request.scope, body, started, path="/chat/completions")
+        facts, decision = self._endpoint.dispatcher.decide(call)
+        return _json(decision_view(call, facts, decision))
+
+    async def decision(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        found = self._endpoint.dispatcher.decisions.find(request.path_params["id"], tenant.name)
+        if found is None:
+            raise BadRequest("There is no such decision.", status=404, code="decision_not_found", param="id")
+        return Response(found, media_type="application/json")
+
+    async def alive(self, request: Request) -> Response:
+        return _json("I'm alive!")
+
+    async def ready(self, request: Request) -> Response:
+        shared = self._limits.shared
+        return _json(
+            {
+                "status": "healthy",
+                "redis": "none" if shared is None else "connected" if shared else "away",
+                "workers": len(self._fleet.workers()),
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def workers(self, request: Request) -> Response:
+        self._admin(request)
+        return _json({"object": "list", "data": list(self._fleet.workers())})
+
+    async def pairs(self, request: Request) -> Response:
+        """Configured pairs, each with what every live worker says of it."""
+        self._admin(request)
+        states = self._fleet.workers()
+        data = [
+            {
+                "name": pair.name,
+                "workers": [
+                    {"worker": worker.name, "state": state}
+                    for worker in states
+                    for state in worker.pairs
+                    if state.name == pair.name
+                ],
+            }
+            for pair in self._endpoint.dispatcher.settings.pairs
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def reload(self, request: Request) -> Response:
+        who = self._admin(request)
+        try:
+            return _json(await self._reload(who))
+        except ConfigError as error:
+            raise BadRequest(str(error), code="bad_config", status=422) from error
+
+    async def _wrong_method(self, request: Request) -> Response:
+        raise HTTPException(405, headers={"allow": "POST"})
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)  # noqa: S101  (registered for this class)
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101  (registered for this class)
+    said = {404: "There is nothing at this path.", 405: "This method is not served at this path."}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+    told = BadRequest(said.get(error.status_code, error.detail), status=error.status_code, code=code)
+    return Response(told.body(), told.status, headers=dict(error.headers or {}), media_type="application/json")
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    told = RouterError("The router failed.", code="internal_error")
+    return Response(told.body(), told.status, media_type="application/json")

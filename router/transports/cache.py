@@ -1,0 +1,117 @@
+"""Deployments that a worker runs: a pair (cache lane) or one of its models alone (text lane).
+
+The worker speaks OpenAI's interface (`workers.protocol`); which worker is called is looked up for each call, because
+workers come, go and fill up.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from router.call import Call, Reply
+from router.errors import Refused, TransportError, Unavailable
+from router.transports.openai_http import Pools, Target, exchange
+from workers.protocol import DEADLINE_MS, KV_MAX_BYTES, KV_TTL, TENANT, ModelState, PairState, WorkerState
+
+Role = Literal["pair", "model"]
+
+
+class Fleet(Protocol):
+    """The workers as they stand now."""
+
+    def workers(self) -> Sequence[WorkerState]:
+        """Those whose heartbeat is fresh; costs no I/O."""
+
+    async def start(self) -> None:
+        """Begin to look for workers; returns at once."""
+
+    async def close(self) -> None:
+        """End what was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFleet:
+    """Workers named beforehand: for a router without any, and for tests."""
+
+    states: list[WorkerState] = field(default_factory=list)
+
+    def workers(self) -> Sequence[WorkerState]:
+        return self.states
+
+    async def start(self) -> None:
+        """Nothing to look for."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker and what it says of the pair or model in question."""
+
+    worker: WorkerState
+    state: PairState | ModelState
+
+
+def holders(fleet: Fleet, role: Role, name: str) -> list[Holder]:
+    """Live workers that hold it, the ready and least busy first."""
+    found = [
+        Holder(worker, state)
+        for worker in fleet.workers()
+        for state in (worker.pairs if role == "pair" else worker.models)
+        if state.name == name
+    ]
+    if len(found) > 1:
+        random.shuffle(found)
+        found.sort(key=lambda h: (not h.state.ready, (h.worker.running + h.worker.queued) / h.worker.max_running))
+    return found
+
+
+class OnWorker:
+    """One pair or model, wherever a live worker holds it."""
+
+    def __init__(self, role: Role, name: str, fleet: Fleet, pools: Pools, *, timeout: float) -> None:
+        self._role: Role = role
+        self._name = name
+        self._fleet = fleet
+        self._pools = pools
+        self._timeout = timeout
+
+    async def send(self, call: Call) -> Reply:
+        ready = [h for h in holders(self._fleet, self._role, self._name) if h.state.ready]
+        if not ready:
+            raise Unavailable(f"No live worker holds {self._role} {self._name!r}.", headers={"retry-after": "5"})
+        url = ready[0].worker.url
+        base = url if url.startswith("unix:") else url.rstrip("/").removesuffix("/v1") + "/v1"
+        target = Target(base=base, model=self._name, timeout=self._timeout, worker=True)
+        try:
+            return await exchange(self._pools, target, call, scope(call))
+        except Refused as error:
+            # The caller's mistake here may be none elsewhere: another deployment has a longer context.
+            raise TransportError(
+                error.message, status=error.status, type=error.type, param=error.param, code=error.code
+            ) from error
+        except TransportError as error:
+            if error.code == "upstream_not_found":
+                raise Unavailable(f"The worker no longer holds {self._role} {self._name!r}.") from error
+            raise
+
+    async def close(self) -> None:
+        """Nothing of its own: whoever made the pools closes them."""
+
+
+def scope(call: Call) -> dict[str, str]:
+    """Headers that say whose KV may be read and written, and by when the answer is wanted."""
+    headers: dict[str, str] = {}
+    kv = call.tenant.kv
+    if kv.reuse != "none":
+        headers[TENANT] = call.tenant.name
+        headers[KV_TTL] = str(int(kv.ttl))
+        headers[KV_MAX_BYTES] = str(kv.max_bytes)
+    if call.deadline is not None:
+        headers[DEADLINE_MS] = str(max(1, round((call.deadline - time.perf_counter()) * 1000)))
+    return headers

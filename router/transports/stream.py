@@ -1,0 +1,109 @@
+"""One streamed answer, event by event: what the caller may see of it, and what it tells about itself.
+
+Bytes in, whole events out; the connection belongs to `openai_http`.
+"""
+
+from __future__ import annotations
+
+from router.call import Reply
+from router.errors import TransportError, Unavailable
+from router.transports.upstream_errors import in_answer
+from router.wire import (
+    DONE,
+    Splitter,
+    error_frame,
+    finished,
+    frame,
+    read_answer,
+    read_usage,
+    told,
+    without_run,
+    without_usage,
+)
+
+_CUT = "The upstream's stream ended before the answer was complete."
+
+
+class Stream:
+    """Fills `reply.usage`, `reply.run` and `reply.error` as events pass. `done` once nothing more may follow."""
+
+    def __init__(
+        self, reply: Reply, *, path: str, asked: bool, worker: bool = False, secrets: tuple[str, ...] = ()
+    ) -> None:
+        self.done = False
+        self.began = False
+        """An event that is no error has passed: from here on the caller has part of an answer."""
+        self.error: TransportError | None = None
+        self._reply = reply
+        self._path = path
+        self._asked = asked
+        self._worker = worker
+        self._secrets = secrets
+        self._splitter = Splitter()
+        self._tail: list[bytes] = []
+
+    def feed(self, data: bytes) -> bytes:
+        """Whole events for the caller, possibly none."""
+        try:
+            events = self._splitter.feed(data)
+        except ValueError:
+            return self.fail(Unavailable("An event of the upstream exceeds the limit.", code="upstream_malformed"))
+        return self._relay(events)
+
+    def finish(self) -> bytes:
+        """The upstream ended its stream: `[DONE]` if the answer is whole, else an error event."""
+        rest = self._relay(self._splitter.flush())
+        if self.done:
+            return rest
+        if not finished(b"\n".join(self._tail), self._path):
+            return rest + self.fail(Unavailable(_CUT))
+        self.done = True
+        return rest if self._path == "/responses" else rest + DONE
+
+    def fail(self, error: TransportError) -> bytes:
+        """End with an error event."""
+        self._stop(error)
+        return error_frame(error)
+
+    def _stop(self, error: TransportError) -> None:
+        self.done = True
+        self.error = error
+        self._reply.error = error.code or error.type
+
+    def _relay(self, events: list[tuple[bytes, bytes]]) -> bytes:
+        out: list[bytes] = []
+        for head, data in events:
+            if data.strip() == b"[DONE]":
+                out.append(DONE)
+                self.done = True
+                break
+            kept = self._read(data)
+            if kept is not None:
+                out.append(frame(head, kept))
+            if self.done:
+                break
+            self.began = self.began or kept is not None
+        self._tail = (self._tail + [data for _, data in events])[-4:]
+        return b"".join(out)
+
+    def _read(self, data: bytes) -> bytes | None:
+        """The data as the caller may see it, None for nothing."""
+        answer = read_answer(data)
+        if answer is None:
+            # One malformed event would end the stream in the caller's parser; the rest of the answer is worth more.
+            return None
+        if told(answer.error):
+            error = in_answer(answer.error, secrets=self._secrets, path=self._path)
+            self._stop(error)
+            return error.body()
+        if self._worker and told(answer.twolane):
+            self._reply.run = answer.twolane
+            data = without_run(data)
+        if told(answer.usage):
+            read_usage(answer.usage, self._reply.usage)
+            return data if self._asked or self._path == "/responses" else without_usage(data)
+        if told(answer.response):
+            completed = read_answer(bytes(answer.response))
+            if completed is not None and told(completed.usage):
+                read_usage(completed.usage, self._reply.usage)
+        return data

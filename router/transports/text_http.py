@@ -1,0 +1,76 @@
+"""The text lane over plain HTTP: any upstream that speaks OpenAI's interface."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from router.call import Call, Reply
+from router.deployments import Deployment
+from router.transports.openai_http import Pools, Target, exchange
+
+_NOT_BODY = frozenset(
+    {
+        "additional_drop_params",
+        "allowed_openai_params",
+        "budget_duration",
+        "configurable_clientside_auth_params",
+        "itpm",
+        "litellm_credential_name",
+        "litellm_trace_id",
+        "max_budget",
+        "otpm",
+        "rust",
+        "tag_regex",
+        "tags",
+        "use_in_pass_through",
+        "use_litellm_proxy",
+    }
+)
+"""LiteLLM's keys that stand among the defaults but are no part of a request."""
+
+
+class TextHTTP:
+    """One deployment whose upstream is called as it is, with no translation."""
+
+    def __init__(self, deployment: Deployment, pools: Pools, *, timeout: float, stream_timeout: float | None) -> None:
+        self._deployment = deployment
+        self._pools = pools
+        self._target = target(deployment, timeout=timeout, stream_timeout=stream_timeout)
+        self._wild = deployment.upstream_model.endswith("*")
+
+    async def send(self, call: Call) -> Reply:
+        chosen = self._target
+        if self._wild:
+            chosen = replace(chosen, model=self._deployment.upstream_for(call.model))
+        return await exchange(self._pools, chosen, call)
+
+    async def close(self) -> None:
+        """Nothing of its own: whoever made the pools closes them."""
+
+
+def target(deployment: Deployment, *, timeout: float, stream_timeout: float | None) -> Target:
+    """What the entry says, read once. `timeout` and `stream_timeout` are the router's, where the entry has none."""
+    params = deployment.litellm_params
+    if params is None or deployment.api_base is None:
+        raise ValueError(f"deployment {deployment.id} is not served over plain HTTP")
+    key = deployment.api_key
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    if params.organization:
+        headers["openai-organization"] = params.organization
+    headers |= {name.lower(): value for name, value in (params.extra_headers or {}).items()}
+    extra: dict[str, Any] = params.defaults
+    defaults = {k: v for k, v in extra.items() if k not in _NOT_BODY and "_cost" not in k} | params.extra_body
+    secret = (key, *(params.extra_headers or {}).values())
+    return Target(
+        base=deployment.api_base,
+        model=deployment.upstream_model,
+        headers=headers,
+        defaults={name: msgspec.Raw(msgspec.json.encode(value)) for name, value in defaults.items()},
+        dropped=frozenset(extra.get("additional_drop_params") or ()),
+        timeout=deployment.timeout or timeout,
+        stream_timeout=params.stream_timeout or (None if deployment.timeout else stream_timeout),
+        secrets=tuple(s for s in secret if s and len(s) >= 8),
+    )

@@ -1,0 +1,221 @@
+"""Views of OpenAI bodies, and the framing of server-sent events. Knows bytes; knows no HTTP and no deployment.
+
+Bodies are read shallowly: the top-level values stay as they were sent, and only those that routing needs are decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from router.call import Usage
+from router.errors import BadRequest, RouterError
+
+DONE = b"data: [DONE]\n\n"
+MAX_EVENT = 32 * 2**20
+"""Bytes one event may have: an image comes in one piece, an endless event must not fill memory."""
+
+NULL = msgspec.Raw(b"null")
+ABSENT = msgspec.Raw()
+
+T = TypeVar("T")
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.json.Decoder(str | None)
+_flag = msgspec.json.Decoder(bool | None)
+_whole = msgspec.json.Decoder(int | None)
+_finished = re.compile(rb'"finish_reason"\s*:\s*"')
+_responded = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"')
+
+
+def read_body(body: bytes) -> dict[str, msgspec.Raw]:
+    """The body's top-level values, undecoded. Raises BadRequest for anything but a JSON object in UTF-8."""
+    try:
+        body.decode()
+        return _fields.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BadRequest("The body must be a JSON object.", code="invalid_json") from None
+
+
+def given(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    """Present and not null."""
+    raw = fields.get(name)
+    return raw is not None and raw != NULL
+
+
+def read_text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
+    """The named string; None where absent or null. Raises BadRequest naming the field."""
+    return _read(fields, name, _text, "a string")
+
+
+def read_flag(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    """The named boolean; False where absent or null. Raises BadRequest naming the field."""
+    return _read(fields, name, _flag, "true or false") or False
+
+
+def read_whole(fields: dict[str, msgspec.Raw], name: str) -> int | None:
+    """The named whole number; None where absent or null. Raises BadRequest naming the field."""
+    return _read(fields, name, _whole, "a whole number")
+
+
+def _read(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[T | None], wanted: str) -> T | None:
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError:
+        raise BadRequest(f"{name!r} must be {wanted}.", param=name, code="invalid_type") from None
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options` of a request, as far as we read it."""
+
+    include_usage: bool | None = None
+
+
+_options = msgspec.json.Decoder(StreamOptions | None)
+
+
+def wants_usage(fields: dict[str, msgspec.Raw]) -> bool:
+    """The caller asked for the usage event itself. Raises BadRequest when `stream_options` is not an object."""
+    options = _read(fields, "stream_options", _options, "an object")
+    return bool(options and options.include_usage)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _UsageView(msgspec.Struct):
+    """Chat and completions say prompt and completion, responses say input and output."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+_usage = msgspec.json.Decoder(_UsageView)
+
+
+def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
+    """Take the figures of a `usage` object; one whose shape is foreign is left unread, for it is not ours to judge."""
+    try:
+        view = _usage.decode(raw)
+    except msgspec.DecodeError:
+        return
+    details = view.prompt_tokens_details or view.input_tokens_details
+    into.prompt_tokens = view.prompt_tokens or view.input_tokens or 0
+    into.completion_tokens = view.completion_tokens or view.output_tokens or 0
+    into.cached_tokens = (details and details.cached_tokens) or 0
+    into.known = True
+
+
+class Answer(msgspec.Struct, gc=False):
+    """What we read of a plain body or of one event; decoding it also proves the JSON."""
+
+    usage: msgspec.Raw = ABSENT
+    error: msgspec.Raw = ABSENT
+    twolane: msgspec.Raw = ABSENT
+    response: msgspec.Raw = ABSENT
+    """`/responses` puts the whole answer, usage included, into its last event."""
+
+
+_answer = msgspec.json.Decoder(Answer)
+
+
+def read_answer(body: bytes) -> Answer | None:
+    """The view of a plain body or event data; None when it is not a JSON object."""
+    try:
+        return _answer.decode(body)
+    except msgspec.DecodeError:
+        return None
+
+
+def told(raw: msgspec.Raw) -> bool:
+    """The field was there and is not null."""
+    return raw != ABSENT and raw != NULL
+
+
+class Splitter:
+    """Cuts a byte stream into events, whatever the reads and the line ends. Comments and bare controls vanish."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Events that `data` completes, as (head, data): `event` and `id` lines as sent, and the data unprefixed.
+
+        Raises ValueError when an event exceeds MAX_EVENT.
+        """
+        data = self._rest + data
+        if b"\r" in data:
+            # A CR at the end may be half of a CRLF: it waits for the next read.
+            held = data.endswith(b"\r")
+            data = data[:-1] if held else data
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if held else b"")
+        *blocks, self._rest = data.split(b"\n\n")
+        if len(self._rest) > MAX_EVENT:
+            raise ValueError("an event exceeds the limit")
+        return [event for block in blocks if (event := _event(block)) is not None]
+
+    def flush(self) -> list[tuple[bytes, bytes]]:
+        """What the stream's end leaves behind: an upstream may forget the last blank line."""
+        event = _event(self._rest.rstrip(b"\r\n"))
+        self._rest = b""
+        return [event] if event is not None else []
+
+
+def _event(block: bytes) -> tuple[bytes, bytes] | None:
+    if block.startswith(b"data: ") and b"\n" not in block:
+        return b"", block[6:]
+    head, lines = b"", []
+    for line in block.split(b"\n"):
+        if line.startswith(b"data:"):
+            lines.append(line[5:].removeprefix(b" "))
+        elif line.startswith((b"event:", b"id:")):
+            head += line + b"\n"
+    data = b"\n".join(lines)
+    return (head, data) if data.strip() else None
+
+
+def frame(head: bytes, data: bytes) -> bytes:
+    """One event as bytes."""
+    if b"\n" in data:
+        data = data.replace(b"\n", b"\ndata: ")
+    return b"%bdata: %b\n\n" % (head, data)
+
+
+def error_frame(error: RouterError) -> bytes:
+    """The event that ends a stream which failed after its first frame."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+def finished(tail: bytes, path: str) -> bool:
+    """The last events say that the answer is whole, whether or not `[DONE]` followed."""
+    return bool((_responded if path == "/responses" else _finished).search(tail))
+
+
+_message = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def without_usage(data: bytes) -> bytes | None:
+    """Event data with `usage` taken out; None when nothing but usage was in it."""
+    fields = _message.decode(data)
+    choices = fields.get("choices")
+    if choices is None or bytes(choices).strip() in (b"[]", b"null"):
+        return None
+    fields.pop("usage", None)
+    return msgspec.json.encode(fields)
+
+
+def without_run(data: bytes) -> bytes:
+    """A body or event data with the worker's `twolane` taken out."""
+    fields = _message.decode(data)
+    fields.pop("twolane", None)
+    return msgspec.json.encode(fields)

@@ -1,0 +1,127 @@
+"""The application: pages, administration, reload."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from router.transports.cache import KnownFleet
+from tests.router.gateway import KEY, Upstream, deployment, router, until, upstream
+from tests.router.test_cache import config as lanes
+from tests.router.test_cache import worker
+
+MASTER = "sk-master-0123456789"
+
+
+def _config(up: Upstream) -> dict[str, Any]:
+    entries = [deployment("m", up), deployment("m", up, "twin"), deployment("n", up), deployment("wild/*", up, "*")]
+    aliases = {"short": "m", "secret": {"model": "m", "hidden": True}}
+    return {"model_list": entries, "router_settings": {"model_group_alias": aliases}}
+
+
+async def test_models_are_the_tenants(tmp_path: Path) -> None:
+    """Each group is listed once, aliases too unless hidden, and nothing that the tenant may not use."""
+    async with upstream() as up:
+        tenants = [{"name": "a", "key": KEY}, {"name": "b", "key": "sk-b-0123456789", "models": ["n"]}]
+        async with router(tmp_path, {**_config(up), "tenants": tenants}) as door:
+            all_ = (await door.get("/v1/models")).json
+            few = (await door.get("/models", key="sk-b-0123456789")).json
+            one, none = await door.get("/v1/models/m"), await door.get("/v1/models/zzz")
+            aliased, wild = await door.post(model="short"), await door.post(model="wild/x")
+            hidden = await door.post(model="secret")
+    assert [m["id"] for m in all_["data"]] == ["m", "n", "short"]
+    assert [m["id"] for m in few["data"]] == ["n"]
+    assert (one.json["id"], none.status, none.error["code"]) == ("m", 404, "model_not_found")
+    assert (aliased.status, wild.status, hidden.status) == (200, 200, 200)
+    assert "x" in [s.body["model"] for s in up.seen]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing/here", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("PUT", "/v1/models", 405),
+        ("POST", "/v1/nothing", 404),
+        ("GET", "/v1/decisions/dec_none", 404),
+        ("GET", "/admin/workers", 403),
+    ],
+)
+async def test_errors_have_one_shape(tmp_path: Path, method: str, path: str, status: int) -> None:
+    """Whatever is not served is told in OpenAI's shape."""
+    async with upstream() as up, router(tmp_path, _config(up)) as door:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with door.session.request(method, path, headers=headers) as got:
+            body = await got.json()
+    assert got.status == status
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_health_and_metrics_need_no_key(tmp_path: Path) -> None:
+    """Probes and scrapes are answered without a key; metrics count what happened."""
+    async with upstream() as up, router(tmp_path, _config(up)) as door:
+        await door.post(model="n")
+        await door.post(model="made-up-name")
+        assert (await door.get("/health/liveliness", key=None)).json == "I'm alive!"
+        ready = (await door.get("/health/readiness", key=None)).json
+        text = (await door.get("/metrics", key=None)).raw.decode()
+    assert ready == {"status": "healthy", "redis": "none", "workers": 0}
+    assert 'twolane_requests_total{tenant="a",model="n",outcome="ok"} 1' in text
+    assert "made-up-name" not in text
+
+
+@pytest.mark.parametrize("key", [None, KEY, "sk-wrong"])
+async def test_administration_needs_the_master_key(tmp_path: Path, key: str | None) -> None:
+    """A tenant's key is refused, no key or a wrong one is unknown, and nothing is done."""
+    async with upstream() as up, router(tmp_path, _config(up)) as door:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        async with door.session.post("/admin/reload", headers=headers) as got:
+            assert got.status == (403 if key == KEY else 401)
+        assert (await door.get("/admin/workers", key=key)).status == (403 if key == KEY else 401)
+
+
+async def test_workers_and_pairs_are_shown(tmp_path: Path) -> None:
+    """The administrator sees each worker and what it says of each configured pair."""
+    async with upstream() as up, router(tmp_path, lanes(up), KnownFleet([worker("unix:/w.sock")])) as door:
+        workers = (await door.get("/admin/workers", key=MASTER)).json["data"]
+        pairs = (await door.get("/admin/pairs", key=MASTER)).json["data"]
+    assert [w["name"] for w in workers] == ["w"]
+    assert [(p["name"], p["workers"][0]["state"]["fingerprint"]) for p in pairs] == [("duo", "f" * 8)]
+
+
+async def test_reload_puts_a_good_file_in_force(tmp_path: Path) -> None:
+    """A reload serves new groups and tenants at once; a bad file is refused and changes nothing."""
+    async with upstream() as up, router(tmp_path, _config(up)) as door:
+        file = tmp_path / "router.yaml"
+        written = yaml.safe_load(file.read_text())
+        written["model_list"].append(deployment("fresh", up))
+        written["tenants"].append({"name": "new", "key": "sk-new-0123456789"})
+        assert (await door.post(model="fresh")).status == 404
+        file.write_text(yaml.safe_dump(written))
+        done = await door.post("/admin/reload", key=MASTER)
+        assert done.json["tenants"]["added"] == ["new"]
+        assert (await door.post(model="fresh", key="sk-new-0123456789")).status == 200
+        file.write_text(yaml.safe_dump({**written, "model_lisst": []}))
+        bad = await door.post("/admin/reload", key=MASTER)
+        assert (bad.status, bad.error["code"]) == (422, "bad_config")
+        assert "model_lisst" in bad.error["message"]
+        assert (await door.post(model="fresh")).status == 200
+        records = b"".join(p.read_bytes() for p in (tmp_path / "audit").rglob("*.jsonl"))
+        assert records.count(b'"reload"') == 1
+
+
+async def test_tenant_files_are_taken_up_when_they_change(tmp_path: Path) -> None:
+    """A tenant file that is written is in force soon after, without a signal."""
+    folder = tmp_path / "tenants"
+    folder.mkdir()
+    (folder / "a.yaml").write_text(yaml.safe_dump({"name": "a", "keys": [KEY]}))
+    async with upstream() as up, router(tmp_path, {**_config(up), "tenants": str(folder)}) as door:
+        assert (await door.get("/v1/models", key="sk-late-0123456789")).status == 401
+        (folder / "late.yaml").write_text(yaml.safe_dump({"name": "late", "keys": ["sk-late-0123456789"]}))
+        os.utime(folder / "late.yaml")
+        await until(lambda: door.app.parts.tenants.find("sk-late-0123456789") is not None)
+        assert (await door.get("/v1/models", key="sk-late-0123456789")).status == 200
