@@ -45,6 +45,8 @@ class Spawned:
         self.url = f"unix:{folder / (config.name + '.sock')}"
         self.state: WorkerState | None = None
         self.restarts = 0
+        self.loaded = False
+        """It has once loaded all it should."""
         self._config_file = config_file
         self._seen = 0.0
         self._process: asyncio.subprocess.Process | None = None
@@ -69,7 +71,8 @@ class Spawned:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-            failures = 0 if time.monotonic() - began > _STEADY_S else failures + 1
+            # Status 0: somebody asked it to end, which is no failure.
+            failures = 0 if status == 0 or time.monotonic() - began > _STEADY_S else failures + 1
             pause = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1] if failures else _BACKOFF_S[0]
             self.restarts += 1
             log.warning("worker ended", worker=self.config.name, status=status, restart_in_s=pause)
@@ -109,6 +112,7 @@ class Spawned:
                 async with self._session.get("http://worker/state") as response:
                     self.state = read_state(await response.read())
                 self._seen = time.monotonic()
+                self.loaded = self.loaded or not self.state.loading
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 # Ordinary while it loads torch; a process that died is seen by its exit.
                 log.debug("worker does not answer", worker=self.config.name, error=type(error).__name__)
@@ -150,6 +154,11 @@ class Fleet:
             own = {s.config.name for s in self.spawned}
             states += [state for state in self._foreign if state.name not in own]
         return states
+
+    @property
+    def settled(self) -> bool:
+        """Every spawned worker has once loaded all it should."""
+        return len(self.spawned) == len(self._configs) and all(s.loaded for s in self.spawned)
 
     async def start(self) -> None:
         """Start what is to be spawned, and begin to look for others. Returns at once."""

@@ -121,14 +121,14 @@ class Pages:
         return _json("I'm alive!")
 
     async def ready(self, request: Request) -> Response:
-        shared = self._limits.shared
-        return _json(
-            {
-                "status": "healthy",
-                "redis": "none" if shared is None else "connected" if shared else "away",
-                "workers": len(self._fleet.workers()),
-            }
-        )
+        """503 until every worker that the router spawns has loaded what it should; a later loss leaves text lanes."""
+        shared, settled = self._limits.shared, self._fleet.settled
+        told = {
+            "status": "healthy" if settled else "loading",
+            "redis": "none" if shared is None else "connected" if shared else "away",
+            "workers": len(self._fleet.workers()),
+        }
+        return _json(told, 200 if settled else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})

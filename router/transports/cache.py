@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from router.call import Call, Reply
 from router.errors import Refused, TransportError, Unavailable
 from router.transports.openai_http import Pools, Target, exchange
-from workers.protocol import DEADLINE_MS, KV_MAX_BYTES, KV_TTL, TENANT, ModelState, PairState, WorkerState
+from workers.protocol import DEADLINE_MS, KV_ENCRYPT, KV_MAX_BYTES, KV_TTL, TENANT, ModelState, PairState, WorkerState
 
 Role = Literal["pair", "model"]
 
@@ -25,6 +25,10 @@ class Fleet(Protocol):
 
     def workers(self) -> Sequence[WorkerState]:
         """Those whose heartbeat is fresh; costs no I/O."""
+
+    @property
+    def settled(self) -> bool:
+        """Every worker that is spawned here has once loaded all it should."""
 
     async def start(self) -> None:
         """Begin to look for workers; returns at once."""
@@ -41,6 +45,10 @@ class KnownFleet:
 
     def workers(self) -> Sequence[WorkerState]:
         return self.states
+
+    @property
+    def settled(self) -> bool:
+        return True
 
     async def start(self) -> None:
         """Nothing to look for."""
@@ -112,6 +120,10 @@ def scope(call: Call) -> dict[str, str]:
         headers[TENANT] = call.tenant.name
         headers[KV_TTL] = str(int(kv.ttl))
         headers[KV_MAX_BYTES] = str(kv.max_bytes)
+        if kv.encrypt:
+            headers[KV_ENCRYPT] = "1"
+        if kv.encrypt:
+            headers[KV_ENCRYPT] = "1"
     if call.deadline is not None:
         headers[DEADLINE_MS] = str(max(1, round((call.deadline - time.perf_counter()) * 1000)))
     return headers
