@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 CONFIG ?= config.example.yaml
+PORT ?= 4000
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help install run demo test check fmt bench clean
@@ -31,10 +32,10 @@ $(VENV)/.dev: $(VENV)/.run
 install: $(VENV)/.run
 
 run: $(VENV)/.run
-	$(BIN)/twolane serve --config $(CONFIG)
+	$(BIN)/twolane serve --config $(CONFIG) --port $(PORT)
 
 demo: $(VENV)/.run
-	$(BIN)/python scripts/demo.py --config $(CONFIG)
+	$(BIN)/python scripts/demo.py --config $(CONFIG) --port $(PORT)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

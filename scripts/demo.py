@@ -67,12 +67,16 @@ def show(rows: list[Row]) -> None:
 
 
 @contextlib.contextmanager
-def router(base: str, config: str) -> Iterator[None]:
+def router(base: str, config: str, port: int) -> Iterator[None]:
     """The router that listens already, else one of our own."""
     process = None
     if not alive(base):
-        print("no router on port 4000 yet: starting one (the first start converts the bundled model)", file=sys.stderr)
-        process = subprocess.Popen([sys.executable, "-m", "router.cli", "serve", "--config", config])
+        print(
+            f"no router on port {port} yet: starting one (the first start converts the bundled model)", file=sys.stderr
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "router.cli", "serve", "--config", config, "--port", str(port)]
+        )
     try:
         wait_ready(base, process)
         yield
@@ -106,12 +110,13 @@ def wait_ready(base: str, process: subprocess.Popen[bytes] | None) -> None:
 def main() -> None:
     """Twice each, so that the second shows what was reused."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--base", default="http://127.0.0.1:4000")
+    options.add_argument("--port", type=int, default=4000)
     options.add_argument("--config", default="config.example.yaml")
     asked = options.parse_args()
-    with router(asked.base, asked.config):
-        rows = [ask(asked.base, tenant, "assistant", QUESTION) for tenant in TENANTS for _ in range(2)]
-        rows += [ask(asked.base, "lab", "reader", READING) for _ in range(2)]
+    base = f"http://127.0.0.1:{asked.port}"
+    with router(base, asked.config, asked.port):
+        rows = [ask(base, tenant, "assistant", QUESTION) for tenant in TENANTS for _ in range(2)]
+        rows += [ask(base, "lab", "reader", READING) for _ in range(2)]
         show(rows)
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -93,8 +94,9 @@ async def events() -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextmanager
+def running_server() -> Iterator[Server]:
+    """The server, on a port of its own."""
     state = Server()
     routes = [
         Route("/v1/chat/completions", state.chat, methods=["POST"]),
@@ -111,6 +113,12 @@ def server() -> Iterator[Server]:
         yield state
         http.should_exit = True
         thread.join(timeout=10)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
