@@ -127,8 +127,8 @@ def train(sharer: Loaded, receiver: Loaded, *, steps: int, seed: int, checkpoint
     shape = LiteShape(sharer.shape, receiver.shape, copied_layers(sharer.shape, receiver.shape, KEPT), RANK)
     fuser = fresh(shape, receiver.dtype, seed)
     tokenizer = sharer.tokenizer
-    wide = wide_words(tokenizer)
-    trainer = Trainer(sharer, receiver, fuser, lambda i: lesson(tokenizer, i + seed * 100_000, wide), Recipe(steps))
+    wide, recipe = wide_words(tokenizer), Recipe(steps, rate=2.5e-4)
+    trainer = Trainer(sharer, receiver, fuser, lambda i: lesson(tokenizer, i + seed * 100_000, wide), recipe)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     validation = [case(tokenizer, i, "validation") for i in range(24)]
@@ -181,7 +181,7 @@ def main() -> None:
     """Train (or go on), publish, prove."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("pairs/smol-reader"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--documents", type=int, default=90, help="test passages behind the report")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,0 +1,18 @@
+"""Runs every benchmark that needs nothing but this machine, one after the other: `make bench`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    # `spine` asks a running router; it is run by hand.
+    names = sorted(p.stem for p in here.glob("*.py") if p.stem not in {"__init__", "__main__", "spine"})
+    failed = []
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=here.parent, check=False).returncode:
+            failed.append(name)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

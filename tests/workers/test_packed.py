@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.workers.test_engine import generate, some_ids
+from workers.config import ModelConfig
+from workers.loader import Loader
+from workers.packed import PackedLinear, Packer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33])
+def test_a_packed_layer_computes_what_its_layer_does(rows: int, bias: bool) -> None:
+    """For every number of rows, and any leading shape."""
+    layer = nn.Linear(48, 96, bias=bias)
+    model = nn.Sequential(layer)
+    assert Packer().pack(model) == 1
+    assert isinstance(model[0], PackedLinear)
+    x = torch.randn(rows, 1, 48)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_gains_is_packed_and_shared_weights_once() -> None:
+    """Narrowing layers and other dtypes stay; two models of one weight share one packed copy."""
+    layer = nn.Linear(8, 16)
+    packer = Packer()
+    one, two = nn.Sequential(layer, nn.Linear(16, 8)), nn.Sequential(layer)
+    assert packer.pack(one) == 1
+    assert packer.pack(two) == 1
+    assert one[0]._packed is two[0]._packed
+    assert Packer().pack(nn.Sequential(nn.Linear(8, 16).bfloat16())) == 0
+    assert packer.pack(one) == 0
+
+
+def test_a_packed_model_generates_the_same(tiny_folder: object) -> None:
+    """Greedy tokens of a batch of one are those of the untouched model."""
+    plain = Loader("cpu").load(ModelConfig(model=str(tiny_folder)))
+    packed = Loader("cpu").load(ModelConfig(model=str(tiny_folder)))
+    assert Packer().pack(packed.model) > 0
+    assert generate(packed, some_ids(20), 12) == generate(plain, some_ids(20), 12)
