@@ -93,6 +93,11 @@ class Sequence(_Buffer):
             mine[:, :, self.seen : end] = new
         self.seen = end
 
+    def overwrite(self, start: int, kv: KVCache) -> None:
+        """Put fused KV in the place of what was read from slot `start` on."""
+        for mine, new in zip((*self.keys, *self.values), (*kv.keys, *kv.values), strict=True):
+            mine[:, :, start : start + len(kv)] = new
+
     def kv(self, start: int = 0, stop: int | None = None) -> KVCache:
         """Views of tokens start..stop-1."""
         end = self.seen if stop is None else stop
@@ -100,24 +105,30 @@ class Sequence(_Buffer):
 
 
 class Rows(_Buffer):
-    """The KV of a running batch: the first n rows are in use, each with its own length.
+    """The KV of a running batch: the first n rows are in use, each with its own length and position.
 
-    A step appends one slot to each row in use.
+    A step appends one slot to each row in use. A row whose prompt had padding, which is not kept, has a position beyond
+    its length.
     """
 
     def __init__(self, shape: KVShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, rows, _ROUND, dtype, device)
         self.device = device
         self.lengths: list[int] = []
+        self.positions: list[int] = []
+        """Of the next token of each row."""
         self.seen = 0
 
-    def join(self, kv: KVCache) -> int:
-        """Copy a read prompt into the next free row; returns its number."""
+    def join(self, kv: KVCache, position: int | None = None) -> int:
+        """Copy a read prompt into the next free row; returns its number. The next token stands at `position`; None
+        means right behind the KV.
+        """
         row, tokens = len(self.lengths), len(kv)
         self._reserve(row + 1, tokens + 1)
         for mine, new in zip((*self.keys, *self.values), (*kv.keys, *kv.values), strict=True):
             mine[row, :, :tokens] = new[0]
         self.lengths.append(tokens)
+        self.positions.append(tokens if position is None else position)
         return row
 
     def leave(self, row: int) -> None:
@@ -128,7 +139,9 @@ class Rows(_Buffer):
             for tensor in (*self.keys, *self.values):
                 tensor[row, :, :length] = tensor[last, :, :length]
             self.lengths[row] = length
+            self.positions[row] = self.positions[last]
         self.lengths.pop()
+        self.positions.pop()
 
     def kv(self, row: int, start: int, stop: int) -> KVCache:
         """Views of one row's tokens start..stop-1."""
@@ -146,7 +159,7 @@ class Rows(_Buffer):
         mask = None
         if min(self.lengths) != longest:
             mask = (torch.arange(longest + 1, device=self.device)[None] <= self._at[:, None])[:, None, None]
-        return self._at[:, None], mask
+        return torch.tensor(self.positions, device=self.device)[:, None], mask
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n, end = len(self.lengths), self.seen + 1
@@ -157,6 +170,7 @@ class Rows(_Buffer):
     def advance(self) -> None:
         """Every row in use has grown by the slot that the last forward wrote."""
         self.lengths = [n + 1 for n in self.lengths]
+        self.positions = [n + 1 for n in self.positions]
 
     def _reserve(self, rows: int, slots: int) -> None:
         if rows <= self.rows and slots <= self.slots:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,25 @@ from workers.loader import kv_shape
 def conform(folder: Path) -> list[Case]:
     """Every case found, in the order of their files."""
     cases = Cases()
-    for file in sorted((folder / "projector").glob("*.projector.json")):
-        _projector(cases, file)
-    _tables(cases, folder / "projector")
-    for place in sorted(p for p in (folder / "e2e").glob("*") if p.is_dir()):
-        _end_to_end(cases, place)
-    _alignment(cases, folder / "alignment")
+    with _one_thread():
+        for file in sorted((folder / "projector").glob("*.projector.json")):
+            _projector(cases, file)
+        _tables(cases, folder / "projector")
+        for place in sorted(p for p in (folder / "e2e").glob("*") if p.is_dir()):
+            _end_to_end(cases, place)
+        _alignment(cases, folder / "alignment")
     return cases.found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The vectors were made with one thread; more add in another order, which is already more than the tolerance."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _json(file: Path) -> Any:

@@ -29,6 +29,7 @@ from workers.config import ModelConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import KVShape
 
+WEIGHTS = ("*.safetensors",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # `tokenizer.ggml.pre` values whose pre-tokenizer splits digits one by one before byte-level BPE
@@ -207,22 +208,39 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def digests(folder: Path, tokenizer: Any) -> Digests:
-    """Over the weights' bytes and config, over what the tokenizer does to text, and over the chat template."""
+    """Over every tensor and what of the config differs from its class's defaults, over what the tokenizer does to text,
+    and over the chat template. Not over files: the same model saved by another release keeps its digests.
+    """
+    from transformers import AutoConfig
+
     weights = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
-    for noise in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+    config = AutoConfig.from_pretrained(folder).to_diff_dict()
+    for noise in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config"):
         config.pop(noise, None)
-    weights.update(json.dumps(config, sort_keys=True).encode())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as f:
-            while block := f.read(1 << 22):
-                weights.update(block)
-    vocabulary = tokenizer.backend_tokenizer.to_str() if hasattr(tokenizer, "backend_tokenizer") else ""
+    weights.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in tensors_of(folder):
+        weights.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        weights.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return Digests(
         weights=weights.hexdigest(),
-        tokenizer=hashlib.sha256(vocabulary.encode()).hexdigest(),
+        tokenizer=tokenizer_digest(tokenizer),
         template=hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
     )
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint folder in the order of names, however it is split into files."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("*.safetensors"))]
+        places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        for name in sorted(places):
+            yield name, places[name].get_tensor(name)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over what the tokenizer does to text."""
+    vocabulary = tokenizer.backend_tokenizer.to_str() if hasattr(tokenizer, "backend_tokenizer") else ""
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -257,27 +275,49 @@ def truncate(full: Loaded, layers: tuple[int, ...]) -> Loaded:
 
 def locate(config: ModelConfig) -> Path:
     """The folder with safetensors for a source, fetched or converted when it must be."""
-    source = config.model
+    file = gguf_file(config.model)
+    return convert_gguf(file) if file is not None else _folder(config, WEIGHTS)
+
+
+def describe(config: ModelConfig) -> Path:
+    """What says what a model is, without its weights: a folder with config and tokenizer, or a GGUF file that has not
+    been converted.
+    """
+    file = gguf_file(config.model)
+    if file is None:
+        return _folder(config, ())
+    converted = converted_folder(file)
+    return converted if (converted / "config.json").exists() else file
+
+
+def gguf_file(source: str) -> Path | None:
+    """The GGUF file that a source names; None where it names a folder or a hub id. Raises LoadFailed."""
     if source.startswith("package:"):
-        return convert_gguf(_gguf_in_package(source.removeprefix("package:")))
+        return _gguf_in_package(source.removeprefix("package:"))
     path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise LoadFailed(f"{source}: a file, but not a .gguf one")
-        return convert_gguf(path)
+    if not path.is_file():
+        return None
+    if path.suffix != ".gguf":
+        raise LoadFailed(f"{source}: a file, but not a .gguf one")
+    return path
+
+
+def _folder(config: ModelConfig, weights: tuple[str, ...]) -> Path:
+    source = config.model
+    path = Path(source).expanduser()
     if path.is_dir():
         return path
     if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise LoadFailed(f"{source}: no such folder or file, and not a hub id (owner/name)")
-    return _from_hub(source, config.revision)
+    return _from_hub(source, config.revision, weights)
 
 
-def _from_hub(source: str, revision: str | None) -> Path:
+def _from_hub(source: str, revision: str | None, weights: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
+        patterns = [*weights, "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise LoadFailed(f"{source}: cannot be fetched from the hub ({type(error).__name__})") from error
@@ -297,14 +337,7 @@ def _gguf_in_package(name: str) -> Path:
 
 def convert_gguf(file: Path) -> Path:
     """GGUF -> a folder of safetensors, tokenizer and config in the cache, made once; safe with several processes."""
-    stat = file.stat()
-    # Size and head and tail identify the file well enough for a cache key; the weights digest is taken after loading.
-    with file.open("rb") as f:
-        head = f.read(1 << 20)
-        f.seek(max(0, stat.st_size - (1 << 20)))
-        tail = f.read()
-    key = hashlib.sha256(b"2|" + str(stat.st_size).encode() + head + tail).hexdigest()[:16]
-    target = cache_dir() / "models" / f"{file.stem}-{key}"
+    target = converted_folder(file)
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -312,6 +345,18 @@ def convert_gguf(file: Path) -> Path:
         if not (target / "config.json").exists():
             _convert(file, target)
     return target
+
+
+def converted_folder(file: Path) -> Path:
+    """Where the conversion of a GGUF file lies once it is made."""
+    stat = file.stat()
+    # Size and head and tail identify the file well enough for a cache key; the weights digest is taken after loading.
+    with file.open("rb") as f:
+        head = f.read(1 << 20)
+        f.seek(max(0, stat.st_size - (1 << 20)))
+        tail = f.read()
+    key = hashlib.sha256(b"2|" + str(stat.st_size).encode() + head + tail).hexdigest()[:16]
+    return cache_dir() / "models" / f"{file.stem}-{key}"
 
 
 def _convert(file: Path, target: Path) -> None:

@@ -101,10 +101,21 @@ def canonical(value: object) -> bytes:
 
 
 def fingerprint(
-    sharer: dict[str, str], receiver: dict[str, str], *, kind: str, digest: str, mode: str, scope: str
+    sharer: dict[str, str],
+    receiver: dict[str, str],
+    *,
+    kind: str,
+    digest: str,
+    mode: str,
+    scope: str,
+    recipe: dict[str, Any] | None = None,
 ) -> str:
-    """Of a pair as it is loaded: `sharer` and `receiver` are `Loaded.identity`. 16 hex digits."""
-    parts = {"sharer": sharer, "receiver": receiver, "kind": kind, "fuser": digest, "mode": mode, "scope": scope}
+    """Of a pair as it is loaded: `sharer` and `receiver` are `Loaded.identity`. 16 hex digits.
+
+    `recipe` is how a fuser's own folder says it must be run, where that is not said by the rest.
+    """
+    parts: dict[str, Any] = {"sharer": sharer, "receiver": receiver, "kind": kind, "fuser": digest}
+    parts |= {"mode": mode, "scope": scope} | ({"recipe": recipe} if recipe else {})
     return hashlib.sha256(canonical(parts)).hexdigest()[:16]
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from workers.errors import BadPrompt
+
+if TYPE_CHECKING:
+    from workers.align import Aligned
 
 Message = dict[str, Any]
 
@@ -25,16 +28,23 @@ class Prompt:
 
     ids: tuple[int, ...]
     context: int
+    aligned: Aligned | None = None
+    """The chat as two models with different tokenizers read it; `ids` are then the receiver's, without padding."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def positions(self) -> int:
+        """Positions the prompt takes up: padding has no KV, but it has positions."""
+        return len(self.ids) if self.aligned is None else len(self.aligned.receiver_ids)
 
-def chat_prompt(tokenizer: Any, messages: Sequence[Message]) -> Prompt:
-    """Render with the model's own chat template. Raises BadPrompt in the caller's terms."""
+
+def chat_prompt(tokenizer: Any, messages: Sequence[Message], **options: bool) -> Prompt:
+    """Render with the model's own chat template and its `options`. Raises BadPrompt in the caller's terms."""
     plain = plain_messages(messages)
     refuse_control_tokens(tokenizer, plain)
-    context, rest = split_context(tokenizer, plain)
+    context, rest = split_context(tokenizer, plain, **options)
     return Prompt((*context, *rest), len(context))
 
 
@@ -46,25 +56,26 @@ def text_prompt(tokenizer: Any, text: str) -> Prompt:
     return Prompt(ids, 0)
 
 
-def split_context(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+def split_context(tokenizer: Any, messages: Sequence[Message], **options: bool) -> tuple[list[int], list[int]]:
     """Ids of what stands before the last user message, and ids of the rest with the generation prompt.
 
     The two are tokenized apart, so that the context's ids do not depend on the question. Where the template renders
     the beginning differently without the last message, the context is empty.
     """
-    full = _render(tokenizer, messages, generation=True)
+    full = _render(tokenizer, messages, options, generation=True)
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
-    before = _render(tokenizer, messages[:last], generation=False) if last else ""
+    before = _render(tokenizer, messages[:last], options, generation=False) if last else ""
     if not full.startswith(before):
         before = ""
     return _encode(tokenizer, before), _encode(tokenizer, full[len(before) :])
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], *, generation: bool) -> str:
+def _render(tokenizer: Any, messages: Sequence[Message], options: dict[str, bool], *, generation: bool) -> str:
     if tokenizer.chat_template is None:
         raise BadPrompt("this model has no chat template; use /v1/completions")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
+        shown = list(messages)
+        return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=generation, **options))
     except TemplateError as error:
         raise BadPrompt(f"the model's chat template refuses these messages: {error}") from error
 

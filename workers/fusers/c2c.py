@@ -164,6 +164,17 @@ class Official:
     sharer: str
     """Model names as the recipe gives them."""
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What of it changes answers: part of the pair's fingerprint."""
+        strategy = {"strategy": self.strategy} if self.aligned else {}
+        return {
+            "aligned": self.aligned,
+            "include_response": self.include_response,
+            "fusion": self.fusion,
+            **strategy,
+        }
+
 
 def load_official(
     folder: Path,

@@ -1,0 +1,199 @@
+"""`twolane pair`: what pairs there are, and what models can be one. Imports torch only where a command needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import click
+import msgspec
+
+from router.cli import Commands, ConfigOption
+from router.settings import ConfigError, Settings, load
+from workers import pairs
+from workers.config import ModelConfig, PairConfig
+from workers.errors import LoadFailed
+
+
+class PairCommands(Commands):
+    """Commands that run models lie with the workers."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "check": "workers.pair_check:check_command",
+        "conform": "workers.conform:conform_command",
+    }
+
+
+@click.group("pair", cls=PairCommands)
+def pair_commands() -> None:
+    """Pairs: sharer, receiver and the fuser between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A pair of the configuration, and what its folder says of it."""
+
+    name: str
+    sharer: str
+    receiver: str
+    fuser: str
+    kind: str
+    mode: str
+    scope: str
+    workers: tuple[str, ...]
+    """That hold it."""
+    file: pairs.PairFile | None = None
+    report: pairs.Report | None = None
+    problem: str = ""
+    """What of the folder cannot be read."""
+
+    @property
+    def verdict(self) -> str:
+        return self.report.verdict if self.report else "unproven"
+
+    @property
+    def why(self) -> str:
+        return self.problem or (self.report.reason if self.report else "no report")
+
+
+@pair_commands.command("list")
+@ConfigOption
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def list_command(config: Path, as_json: bool) -> None:
+    """Print the pairs of a configuration with their verdicts.
+
+    A verdict counts on a worker only when the pair it has loaded has the report's fingerprint.
+    """
+    settings = _load(config)
+    for pair in settings.pairs:
+        found = _listed(pair, settings)
+        click.echo(json.dumps(_data(found)) if as_json else _line(found))
+
+
+@pair_commands.command("show")
+@ConfigOption
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+def show_command(config: Path, name: str, as_json: bool) -> None:
+    """Print all that is written about the pair NAME: its parties by digest, its fuser, its report."""
+    settings = _load(config)
+    pair = next((p for p in settings.pairs if p.name == name), None)
+    if pair is None:
+        known = ", ".join(p.name for p in settings.pairs) or "none"
+        click.echo(f"twolane: {config}: no pair is called {name!r}; there are: {known}", err=True)
+        sys.exit(1)
+    found = _listed(pair, settings)
+    click.echo(json.dumps(_data(found)) if as_json else "\n".join(_told(found)))
+
+
+def _load(path: Path) -> Settings:
+    try:
+        settings = load(path)
+        _ = settings.fleet
+    except (ConfigError, ValueError) as error:
+        click.echo(f"twolane: {error}", err=True)
+        sys.exit(1)
+    return settings
+
+
+def _listed(pair: PairConfig, settings: Settings) -> Listed:
+    folder = Path(pair.fuser).expanduser()
+    file, report, problem = None, None, ""
+    if pair.fuser != "identity":
+        try:
+            file, report, problem = _read(folder)
+        except LoadFailed as error:
+            problem = str(error)
+    kind = file.fuser.kind if file else "identity" if pair.fuser == "identity" else "c2c"
+    return Listed(
+        name=pair.name,
+        sharer=_model(pair.sharer, settings),
+        receiver=_model(pair.receiver, settings),
+        fuser=pair.fuser,
+        kind=kind,
+        mode=pair.mode or (file.mode if file else "handover" if kind == "identity" else "fuse"),
+        scope=pair.scope or (file.scope if file else "prompt"),
+        workers=tuple(w.name for w in settings.workers if pair.name in w.pairs),
+        file=file,
+        report=report,
+        problem=problem,
+    )
+
+
+def _read(folder: Path) -> tuple[pairs.PairFile | None, pairs.Report | None, str]:
+    """`pair.json` and `report.json`; a checkpoint in the official layout has neither. Raises LoadFailed."""
+    if not folder.is_dir():
+        return None, None, "its fuser is not on this machine"
+    file = pairs.read_pair(folder) if (folder / "pair.json").exists() else None
+    if file is None and not (folder / "config.json").exists() and not (folder.parent / "config.json").exists():
+        return None, None, f"{folder} holds neither a pair.json nor a checkpoint in the official layout"
+    return file, pairs.read_report(folder), ""
+
+
+def _model(ref: ModelConfig | str, settings: Settings) -> str:
+    model = settings.fleet.model(ref)
+    layers = f" layers {_ranges(model.layers)}" if model.layers is not None else ""
+    revision = f"@{model.revision}" if model.revision else ""
+    return f"{model.model}{revision} {model.dtype}{layers}"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """0,1,2,5 -> 0-2,5."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _data(found: Listed) -> dict[str, object]:
+    own = asdict(found) | {"verdict": found.verdict, "why": found.why}
+    return own | {"file": msgspec.to_builtins(found.file), "report": msgspec.to_builtins(found.report)}
+
+
+def _line(found: Listed) -> str:
+    figures = "".join(
+        f", {name} {interval.low:.3f} or more (n {interval.n})" for name, interval in _intervals(found.report)
+    )
+    where = f" on {', '.join(found.workers)}" if found.workers else ", on no worker"
+    return (
+        f"{found.name}: {found.kind}, {found.mode} over the {found.scope}; {found.verdict}{figures}{where}\n"
+        f"  {found.sharer} -> {found.receiver}\n  {found.why}"
+    )
+
+
+def _intervals(report: pairs.Report | None) -> list[tuple[str, pairs.Interval]]:
+    if report is None:
+        return []
+    both = (("gain", report.gain), ("retention", report.retention))
+    return [(name, interval) for name, interval in both if interval is not None]
+
+
+def _told(found: Listed) -> list[str]:
+    lines = [_line(found), f"  fuser {found.fuser}"]
+    if found.file is not None:
+        fuser = found.file.fuser
+        lines.append(f"  fuser digest {fuser.digest}, {fuser.parameters / 1e6:.2f} M parameters")
+        for role, party in (("sharer", found.file.sharer), ("receiver", found.file.receiver)):
+            lines.append(
+                f"  {role} weights {party.weights}, tokenizer {party.tokenizer}, licence {party.licence or '?'}"
+            )
+    report = found.report
+    if report is not None:
+        lines.append(f"  report of {report.date} for fingerprint {report.fingerprint}, {report.numerics}, n {report.n}")
+        rows = [*_intervals(report), *report.accuracy.items()]
+        lines += [f"    {name:<14} {_interval(interval)}" for name, interval in rows]
+        for name, routes in report.slices.items():
+            lines += [f"    {name}, {route}: {_interval(interval)}" for route, interval in routes.items()]
+        lines += [f"    {name} {ms:.0f} ms" for name, ms in report.latency_ms.items()]
+        lines += [f"    note: {note}" for note in report.notes]
+    return lines
+
+
+def _interval(interval: pairs.Interval) -> str:
+    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f}, n {interval.n})"

