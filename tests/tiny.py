@@ -21,18 +21,25 @@ SENTENCES = [
 ]
 
 
-def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that every text has ids and split characters occur."""
+ASCII = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
+"""Printable characters, space and newline, as byte-level BPE writes them."""
+
+
+def tokenizer(vocab: int = 400, *, ascii_only: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, so that every text has ids and split characters occur.
+
+    `ascii_only`: no token is part of a character, so that even a random answer is whole text.
+    """
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=ASCII if ascii_only else pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator(SENTENCES, trainer)
+    raw.train_from_iterator([s for s in SENTENCES if s.isascii() or not ascii_only], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
     )
@@ -40,10 +47,12 @@ def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(folder: Path, *, seed: int = 0, layers: int = 3, hidden: int = 48, context: int = 2048) -> Path:
+def make_model(
+    folder: Path, *, seed: int = 0, layers: int = 3, hidden: int = 48, context: int = 2048, ascii_only: bool = False
+) -> Path:
     """A random Llama with two KV heads, in the Hugging Face layout."""
     torch.manual_seed(seed)
-    tok = tokenizer()
+    tok = tokenizer(ascii_only=ascii_only)
     config = LlamaConfig(
         vocab_size=len(tok),
         hidden_size=hidden,

@@ -106,6 +106,8 @@ class WorkerConfig(Config):
     max_running: int = Field(8, ge=1)
     max_queued: int = Field(64, ge=0)
     max_context: int | None = Field(None, ge=1)
+    pack: bool = True
+    """Keep a second copy of wide float32 layers, laid out for decoding several answers at once on a CPU."""
     prefill_chunk: int = Field(512, ge=16)
     """Tokens that one prefill step may take before running answers get their next token."""
 
@@ -119,12 +121,19 @@ class RedisConfig(Config):
 
 
 class StoreConfig(Config):
-    """Where KV bytes lie. `dir: null` keeps them in RAM only."""
+    """Where KV bytes lie. `dir: null` keeps them in RAM only, unless there is a shared tier."""
 
     dir: Path | None = Path(".twolane/kv")
     max_bytes: Size = 8 * 2**30
     ram_bytes: Size = 1 * 2**30
     block_tokens: int = Field(16, ge=1)
+    codec: Literal["exact", "int8"] = "exact"
+    """`int8` stores a quarter of the bytes (half for bfloat16), and answers from stored KV are no longer exact."""
+    shared: str | None = None
+    """An fsspec URL that the workers of several machines share: `file:///mnt/kv`, `s3://bucket/kv`; encrypted."""
+    shared_bytes: Size = 64 * 2**30
+    key_file: Path | None = None
+    """Holds the server key, 64 hex digits, the same on all machines. None: the variable TWOLANE_KV_KEY, else own."""
 
 
 class KVPolicy(Config):

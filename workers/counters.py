@@ -7,7 +7,7 @@ from threading import Lock
 from typing import ClassVar
 
 Label = tuple[str, str, str]
-"""(name, tier, role); tier is `ram`, `disk` or empty, role what the caller named the artefact."""
+"""(name, tier, role); tier is `ram`, `disk`, `shared` or empty, role what the caller named the artefact."""
 
 
 class Counters:
@@ -25,8 +25,10 @@ class Counters:
         "missing": "payloads that the index named and nobody found",
         "dropped": "segments not stored: full queue, no room within the budget, or no index",
         "evicted": "segments evicted to make room, or expired",
-        "disk_errors": "writes that the disk refused",
+        "disk_errors": "reads, writes or deletes that a disk or the shared tier refused",
         "index_errors": "calls that the index did not answer in time",
+        "claimed": "prompts that this worker announced to compute, so that others wait",
+        "waited": "prompts that waited for another worker's computing",
         "purged": "segments destroyed by a purge",
         "failed": "background jobs that ended in an unforeseen error",
     }

@@ -26,6 +26,7 @@ from workers.buffers import Rows
 from workers.detok import Detokenizer
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, WorkerError
 from workers.loader import Loaded
+from workers.packed import Packer
 from workers.prompt import Prompt
 from workers.protocol import Rates, Run
 from workers.runtime import Keep, Prefilled, Runtime, Steps, require_room
@@ -159,7 +160,13 @@ class Engine:
     """Runs requests on the runtimes it is given. `submit` and `Job.cancel` are safe from any thread."""
 
     def __init__(
-        self, runtimes: dict[str, Runtime], *, max_running: int = 8, max_queued: int = 64, threads: int | None = None
+        self,
+        runtimes: dict[str, Runtime],
+        *,
+        max_running: int = 8,
+        max_queued: int = 64,
+        threads: int | None = None,
+        pack: bool = True,
     ) -> None:
         self.runtimes = runtimes
         self.max_running, self.max_queued = max_running, max_queued
@@ -168,6 +175,7 @@ class Engine:
         """When the loop last turned: an engine at work whose beat is old hangs."""
         self.failed: BaseException | None = None
         self._threads = threads
+        self._packer = Packer() if pack else None
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._reading: deque[Job] = deque()
@@ -334,7 +342,7 @@ class Engine:
         for index in range(asked.n):
             detokenizer = Detokenizer(job.runtime.decoder.tokenizer, asked.stop)
             choice = Choice(job, index, Sampler(asked, prompt.ids, index), detokenizer)
-            batch.rows.join(prefilled.kv)
+            batch.rows.join(prefilled.kv, prompt.positions)
             batch.choices.append(choice)
             if self._deliver(choice, choice.sampler.choose(prefilled.logits)):
                 self._end(batch, len(batch.choices) - 1)
@@ -342,6 +350,8 @@ class Engine:
     def _batch(self, model: Loaded) -> Batch:
         key = id(model.model)
         if key not in self._batches:
+            if self._packer is not None:
+                self._packer.pack(model.model)
             self._batches[key] = Batch(model)
         return self._batches[key]
 
@@ -430,6 +440,11 @@ class Meter:
     def wrote(self, name: str, seconds: float) -> None:
         """One decode step: one token for each answer in it."""
         self._add(self._writes, name, 1, seconds)
+
+    def forget(self, name: str) -> None:
+        """What was measured so far does not count: a first run pays for what later ones find done."""
+        self._reads.pop(name, None)
+        self._writes.pop(name, None)
 
     def rates(self) -> dict[str, Rates]:
         """What is known so far."""

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 import torch
 
-from workers import pairs
-from workers.config import Fleet, PairConfig, WorkerConfig
-from workers.engine import Engine, Event, Request
+from workers import memory, pairs, vocabulary
+from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
+from workers.engine import Done, Engine, Event, Failed, Request
 from workers.errors import LoadFailed, PairNotLoaded, WorkerError
 from workers.fusers.base import Fuser
 from workers.fusers.identity import IdentityFuser
 from workers.loader import Loaded, Loader
-from workers.prompt import Prompt
+from workers.memory import Budget
 from workers.protocol import ModelState, PairState, WorkerState
 from workers.runtime import Alone, Paired, Runtime
 from workers.sampling import Sampling
 from workers.store import KVStore
+
+if TYPE_CHECKING:
+    from workers.fusers.c2c import Official
 
 log = structlog.get_logger("worker")
 
@@ -36,6 +42,7 @@ class Holdings:
     def __init__(self, fleet: Fleet, config: WorkerConfig) -> None:
         self._fleet, self._config = fleet, config
         self._loader = Loader(config.device, config.memory)
+        self._budget = Budget(config.memory)
         self._models: dict[str, ModelState] = {}
         self._pairs: dict[str, PairState] = {}
         self.runtimes: dict[str, Runtime] = {}
@@ -61,7 +68,7 @@ class Holdings:
 
     def load_in_background(self, engine: Engine) -> threading.Thread:
         """Load all that the config names; each is measured once through the engine before it counts as ready."""
-        thread = threading.Thread(target=self._load_all, args=(engine,), name="loader", daemon=True)
+        thread = threading.Thread(target=self._load_or_end, args=(engine,), name="loader", daemon=True)
         thread.start()
         return thread
 
@@ -74,6 +81,13 @@ class Holdings:
         if self._loader.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._loader.device)[0])
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def kv(self) -> dict[str, object]:
+        """What the store holds now, and its counters since this process began: a total for each name."""
+        counts = dict.fromkeys(self.store.counters.NAMES, 0)
+        for (name, _, _), count in self.store.counters.snapshot().items():
+            counts[name] += count
+        return {**self.store.stats(), "counters": counts}
 
     def metrics(self, state: WorkerState) -> bytes:
         """Prometheus text."""
@@ -93,17 +107,26 @@ class Holdings:
 
     # -- loading ------------------------------------------------------------------------------------------------
 
+    def _load_or_end(self, engine: Engine) -> None:
+        """What nobody foresaw while loading ends the process, as in the engine: it would be `loading` for ever."""
+        try:
+            self._load_all(engine)
+        except Exception:
+            log.critical("loading failed", trace=traceback.format_exc())
+            os._exit(1)
+
     def _load_all(self, engine: Engine) -> None:
         for name in self._config.models:
             config = next(m for m in self._fleet.models if m.name == name)
             began = time.monotonic()
             try:
+                self._promise_model(config)
                 runtime: Runtime = self._bounded(Alone(name, self._loader.load(config), self.store, self._chunk))
+                self._rehearse(engine, name, runtime)
             except WorkerError as error:
                 self._models[name] = ModelState(name, "", 0, ready=False, reason=str(error))
                 log.error("model not loaded", model=name, reason=str(error))
                 continue
-            self._rehearse(engine, name, runtime)
             self._models[name] = ModelState(name, runtime.fingerprint, runtime.context)
             log.info("model ready", model=name, seconds=round(time.monotonic() - began, 1))
         for name in self._config.pairs:
@@ -113,17 +136,47 @@ class Holdings:
     def _load_pair(self, engine: Engine, config: PairConfig) -> None:
         began = time.monotonic()
         try:
+            self._promise_pair(config)
             held = hold_pair(self._fleet, config, self._loader, self.store, self._chunk)
+            runtime = self._bounded(held.runtime)
+            self._rehearse(engine, config.name, runtime)
         except WorkerError as error:
             self._pairs[config.name] = PairState(
                 config.name, "", config.mode or "", config.scope or "", "", 0, ready=False, reason=str(error)
             )
             log.error("pair not loaded", pair=config.name, reason=str(error))
             return
-        runtime = self._bounded(held.runtime)
-        self._rehearse(engine, config.name, runtime)
         self._pairs[config.name] = msgspec.structs.replace(held.state, context=runtime.context)
         log.info("pair ready", pair=config.name, seconds=round(time.monotonic() - began, 1))
+
+    def _promise_model(self, config: ModelConfig) -> None:
+        if self._budget.limit is not None:
+            needs = memory.model_needs(memory.size_of(config), self._config, cpu=self._on_cpu)
+            self._budget.promise(f"model {config.name}", needs)
+
+    def _promise_pair(self, config: PairConfig) -> None:
+        """Before anything of it is loaded."""
+        if self._budget.limit is None:
+            return
+        sharer, receiver = (self._fleet.model(ref) for ref in (config.sharer, config.receiver))
+        folder = fuser_folder(config.fuser)
+        kind, cpu = fuser_kind(config, folder), self._on_cpu
+        if kind == "identity" or folder is None:
+            needs = memory.model_needs(memory.size_of(sharer), self._config, cpu=cpu)
+        else:
+            needs = memory.pair_needs(
+                memory.size_of(sharer),
+                memory.size_of(receiver),
+                memory.fuser_part(folder, kind, receiver.dtype),
+                self._config,
+                cpu=cpu,
+                own=kind == "c2c",
+            )
+        self._budget.promise(f"pair {config.name}", needs)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._loader.device.type == "cpu"
 
     @property
     def _chunk(self) -> int:
@@ -135,19 +188,28 @@ class Holdings:
         return runtime
 
     def _rehearse(self, engine: Engine, name: str, runtime: Runtime) -> None:
-        """One short answer: warms caches, and measures the rates that the router's first estimates rest on."""
-        self.runtimes[name] = runtime
-        tokens = min(_REHEARSAL_TOKENS, runtime.context // 2)
-        ids = tuple(i % (runtime.decoder.vocab - 1) for i in range(1, tokens + 1))
-        ended = threading.Event()
+        """Two short answers: the first warms caches, the second gives the rates that first estimates rest on.
+
+        Raises what they fail with: what cannot answer now will not answer later.
+        """
+        prompt = runtime.rehearsal(min(_REHEARSAL_TOKENS, runtime.context // 2))
+        sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+        ended: queue.SimpleQueue[Done | Failed] = queue.SimpleQueue()
 
         def watch(event: Event) -> None:
-            if type(event).__name__ in {"Done", "Failed"}:
-                ended.set()
+            if isinstance(event, Done | Failed):
+                ended.put(event)
 
-        sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
-        engine.submit(Request(name, Prompt(ids, tokens // 2), sampling, watch))
-        ended.wait()
+        self.runtimes[name] = runtime
+        try:
+            for _ in range(2):
+                engine.rates.forget(name)
+                engine.submit(Request(name, prompt, sampling, watch))
+                if isinstance(end := ended.get(), Failed):
+                    raise end.error
+        except WorkerError:
+            del self.runtimes[name]
+            raise
         measured = engine.rates.rates().get(name)
         if measured is not None:
             for space in runtime.spaces:
@@ -168,22 +230,33 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     receiver = loader.load(fleet.model(config.receiver))
     folder = fuser_folder(config.fuser)
     file = pairs.read_pair(folder) if folder is not None and (folder / "pair.json").exists() else None
-    kind = file.fuser.kind if file is not None else "identity" if config.fuser == "identity" else "c2c"
+    kind = fuser_kind(config, folder)
     mode = config.mode or (file.mode if file else "handover" if kind == "identity" else "fuse")
     scope = config.scope or (file.scope if file else "prompt")
-    fuser = load_fuser(kind, folder, sharer, receiver)
     doubt = check_parties(file, sharer, receiver) if file is not None else ""
     runtime: Runtime
     if kind == "identity":
+        digest = IdentityFuser(sharer.identity, receiver.identity, receiver.shape).digest
         identity = pairs.fingerprint(
-            sharer.identity, receiver.identity, kind=kind, digest=fuser.digest, mode=mode, scope=scope
+            sharer.identity, receiver.identity, kind=kind, digest=digest, mode=mode, scope=scope
         )
         runtime = Alone(config.name, sharer, store, chunk, fingerprint=identity, role="source")
+    elif kind == "c2c" and folder is not None:
+        runtime = _official(config.name, folder, sharer, receiver, mode=mode, scope=scope, store=store, chunk=chunk)
     else:
+        fuser = load_fuser(kind, folder, receiver)
+        _require_mode(config.name, fuser, mode)
         runtime = Paired(config.name, sharer, receiver, fuser, mode=mode, scope=scope, store=store, chunk=chunk)
     report = pairs.read_report(folder) if folder is not None else None
     state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
     return HeldPair(runtime, with_report(state, report, doubt))
+
+
+def fuser_kind(config: PairConfig, folder: Path | None) -> str:
+    """What `pair.json` says; a folder without one is a checkpoint in the official layout."""
+    if folder is not None and (folder / "pair.json").exists():
+        return pairs.read_pair(folder).fuser.kind
+    return "identity" if config.fuser == "identity" else "c2c"
 
 
 def fuser_folder(fuser: str) -> Path | None:
@@ -213,30 +286,73 @@ def _fuser_from_hub(name: str) -> Path:
     return root / prefix if prefix else root
 
 
-def load_fuser(kind: str, folder: Path | None, sharer: Loaded, receiver: Loaded) -> Fuser:
-    """The network between two loaded models. Raises LoadFailed."""
-    if kind == "identity":
-        return IdentityFuser(sharer.identity, receiver.identity, receiver.shape)
+def load_fuser(kind: str, folder: Path | None, receiver: Loaded) -> Fuser:
+    """Our own networks. Raises LoadFailed."""
     if folder is None:
         raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")
     if kind == "lite":
         from workers.fusers.lite import LiteFuser
 
         return LiteFuser.from_folder(folder, receiver.dtype, receiver.device)
-    if kind == "c2c":
-        return _official(folder, sharer, receiver)
     raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, identity")
 
 
-def _official(folder: Path, sharer: Loaded, receiver: Loaded) -> Fuser:
+def _require_mode(name: str, fuser: Fuser, mode: str) -> None:
+    """A fuser is made for one mode: with the receiver's own KV, or without."""
+    able = "fuse" if fuser.needs_own else "handover"
+    if mode != able:
+        raise LoadFailed(f"pair {name}: a {fuser.kind} fuser runs in mode {able}, not {mode}")
+
+
+def _official(
+    name: str,
+    folder: Path,
+    sharer: Loaded,
+    receiver: Loaded,
+    *,
+    mode: str,
+    scope: str,
+    store: KVStore | None,
+    chunk: int,
+) -> Runtime:
+    """A published checkpoint, run as its recipe says."""
     from workers.fusers.c2c import load_official
 
-    official = load_official(folder, receiver=receiver.shape, sharer=sharer.shape, dtype=receiver.dtype)
-    if official.aligned or sharer.digests.tokenizer != receiver.digests.tokenizer:
-        raise LoadFailed(f"{folder}: its models have different tokenizers; serving aligned pairs is not supported yet")
+    official = load_official(
+        folder, receiver=receiver.shape, sharer=sharer.shape, dtype=receiver.dtype, device=receiver.device
+    )
+    _require_mode(name, official.fuser, mode)
     if official.include_response:
-        raise LoadFailed(f"{folder}: include_response is not served")
-    return official.fuser
+        raise LoadFailed(
+            f"{folder}: its recipe is include_response, three passes for every token of the answer, which cannot join "
+            "a running batch; it is not served"
+        )
+    if official.aligned:
+        return _aligned(name, folder, sharer, receiver, official, scope=scope, chunk=chunk)
+    if sharer.digests.tokenizer != receiver.digests.tokenizer:
+        overlap = vocabulary.compare(receiver.tokenizer.get_vocab(), sharer.tokenizer.get_vocab(), sharer.vocab)
+        if not overlap.ids_pass:
+            raise LoadFailed(
+                f"{folder}: its recipe gives the receiver's token ids to the sharer as they are, and {overlap}"
+            )
+    # The official method trains and serves without thinking.
+    return Paired(
+        name, sharer, receiver, official.fuser, mode=mode, scope=scope, store=store, chunk=chunk,
+        recipe=official.recipe, template={"enable_thinking": False},
+    )  # fmt: skip
+
+
+def _aligned(
+    name: str, folder: Path, sharer: Loaded, receiver: Loaded, official: Official, *, scope: str, chunk: int
+) -> Runtime:
+    from workers.official_runtime import AlignedPair
+
+    if scope != "prompt":
+        raise LoadFailed(f"{folder}: a pair with two tokenizers fuses all messages; its scope is prompt, not {scope}")
+    for role, model in (("sharer", sharer), ("receiver", receiver)):
+        if model.tokenizer.chat_template is None:
+            raise LoadFailed(f"{folder}: the {role} has no chat template, so chats cannot be aligned")
+    return AlignedPair(name, sharer, receiver, official, chunk=chunk)
 
 
 def check_parties(file: pairs.PairFile, sharer: Loaded, receiver: Loaded) -> str:

@@ -203,6 +203,10 @@ class KVIndex:
         key = f"{self._root}:{tag}:c:".encode() + block
         return bool(self._guard(lambda: self._redis.set(key, owner, nx=True, px=max(1, int(life * 1000)))))
 
+    def claimed(self, tag: str, block: bytes) -> bool:
+        """Does somebody's claim live?"""
+        return bool(self._guard(lambda: self._redis.exists(f"{self._root}:{tag}:c:".encode() + block)))
+
     def release(self, tag: str, block: bytes, owner: str) -> bool:
         """Give a claim up; False when it was no longer the owner's."""
         return bool(self._call("release", owner, key=f"{self._root}:{tag}:c:".encode() + block))

@@ -1,28 +1,36 @@
-"""What KV is called: spaces, scopes and chains of block ids. Knows no tensors, no Redis and no files but its own keys.
+"""What KV is called: spaces, scopes and chains of block ids. Knows no tensors and no Redis; secrets lie in a vault.
 
 A *space* names everything that changes the bytes except the tokens (model, revision, dtype, fuser, gates, template).
 A *scope* is one tenant in one epoch. A *block id* is a keyed digest over scope, space, all tokens before and the
 block's own tokens: equal ids mean equal prefixes, and without the key an id says nothing about the tokens.
+
+Every key derives from two things: the *server key*, which no shared place ever holds, and the tenant's *secret*, which
+lies in the vault and is replaced by a purge. Stores of several machines serve each other when both are the same: the
+server key is then given from outside, and the vault is the shared place. Who reads that place alone can decrypt
+nothing; who holds the server key alone cannot either, once the secret is gone.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
 
 import structlog
 
+from workers.vault import FolderVault, Secret, Vault
+
 _log = structlog.get_logger(__name__)
+
+KEY_VARIABLE = "TWOLANE_KV_KEY"
+"""Environment variable that may hold the server key, as 64 hex digits."""
 
 ID_BYTES = 16
 LAYOUT = 1
@@ -63,10 +71,14 @@ class Scope:
     encrypt: bool = False
 
 
-def chain(scope: Scope, space: Space, tokens: Sequence[int], block: int) -> list[bytes]:
-    """Ids of the whole blocks of `tokens`; a rest shorter than `block` has none. Token ids are 0..2^32-1."""
-    whole = len(tokens) - len(tokens) % block
-    packed = struct.pack(f"<{whole}I", *tokens[:whole])
+def chain(scope: Scope, space: Space, tokens: Sequence[int], block: int, *, tail: bool = False) -> list[bytes]:
+    """Ids of the whole blocks of `tokens`. Token ids are 0..2^32-1.
+
+    A rest shorter than `block` has an id of its own only with `tail`: it names exactly this rest, and nothing follows
+    it, as what goes on after it has other blocks.
+    """
+    count = len(tokens) if tail else len(tokens) - len(tokens) % block
+    packed = struct.pack(f"<{count}I", *tokens[:count])
     key, width = scope.chain_key, 4 * block
     parent = _digest(key, struct.pack("<II", LAYOUT, block) + space.digest)
     ids = []
@@ -80,39 +92,42 @@ def _digest(key: bytes, data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=ID_BYTES, key=key).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Secret:
-    """What a purge destroys: without it the tenant's tag, block ids and data key cannot be derived again."""
-
-    epoch: int
-    value: bytes
-
-
 class Keyring:
-    """The server key and each tenant's secret, as files of mode 0600 that all processes of one store share.
+    """The server key and, through the vault, each tenant's secret.
 
-    A missing or damaged file is written again by a process that knows it, else made anew, which makes what it protected
-    unreachable: a cold cache, never a wrong hit. With no folder the keys live and die with this object.
+    A missing or damaged secret is written again by a process that knows it, else made anew, which makes what it
+    protected unreachable: a cold cache, never a wrong hit. With no folder the keys live and die with this object.
+    `server_key`: 32 bytes given from outside; None takes the folder's own. `vault`: None takes the folder's own.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, server_key: bytes | None = None, vault: Vault | None = None) -> None:
         self.folder = folder
-        self._cache: dict[str, tuple[tuple[int, int, int] | None, _Secret]] = {}
+        self.given = server_key is not None
+        self._cache: dict[str, tuple[object, Secret]] = {}
         self._known: dict[str, str] = {}
+        self._ended: set[str] = set()
         self._mutex = RLock()
-        if folder is None:
-            self._server = secrets.token_bytes(32)
-            return
-        (folder / "tenants").mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._server = bytes.fromhex(str(_read_or_create(folder / "server.key", _new_server_key)["key"]))
+        self._own = FolderVault(folder) if folder is not None else None
+        self._vault = vault if vault is not None else FolderVault(folder / "tenants") if folder is not None else None
+        self._place = ""
+        if server_key is None and self._own is not None:
+            server_key = bytes.fromhex(str(self._own.read_or_create("server", _new_server_key)["key"]))
+        elif self._own is not None:
+            self._place = str(self._own.read_or_create("store", lambda: {"id": secrets.token_hex(16)})["id"])
+        self._server = server_key or secrets.token_bytes(32)
 
     @property
     def store_tag(self) -> str:
-        """Names this store among all that share one Redis."""
-        return self._derive("store", b"").hex()[:16]
+        """Names this folder's store among all that share one Redis."""
+        return self._derive("store", self._place.encode()).hex()[:16]
+
+    @property
+    def shared_tag(self) -> str:
+        """Names the shared tier of this server key among all that share one Redis."""
+        return self._derive("shared", b"").hex()[:16]
 
     def scope(self, tenant: str, *, encrypt: bool = False) -> Scope:
-        """The tenant's scope as of now; notices a purge by any process. Costs one stat."""
+        """The tenant's scope as of now; notices a purge by any process as soon as the vault shows it."""
         name = self._known.get(tenant)
         if name is None:
             name = self._known[tenant] = self._derive("tenant", tenant.encode()).hex()[:32]
@@ -123,36 +138,48 @@ class Keyring:
         return self.scope(scope.tenant).tag == scope.tag
 
     def step(self, tenant: str) -> Scope:
-        """Begin a new epoch: replaces the tenant's secret, for every process at once. Returns the scope that ended.
+        """Begin a new epoch: replaces the tenant's secret. Returns the scope that ended.
 
-        Raises OSError where the disk refuses, and the epoch goes on.
+        Raises OSError where the vault refuses, and the epoch goes on.
         """
         with self._mutex:
             old = self.scope(tenant)
             name = self._known[tenant]
             fresh = _new_secret(old.epoch + 1)
-            if self.folder is None:
-                self._cache[name] = (None, _parse_secret(fresh))
-            else:
-                _replace(self.folder / "tenants" / f"{name}.key", fresh)
+            if self._vault is not None:
+                self._vault.replace(name, fresh.fields())
+            self._cache[name] = (self._vault.stamp(name) if self._vault else None, fresh)
             return old
 
     def keep(self) -> None:
-        """Put the server key back where somebody deleted or damaged its file under a running process."""
-        if self.folder is None:
+        """Put the folder's server key back where somebody deleted or damaged its file under a running process."""
+        if self._own is None or self.given:
             return
         try:
-            _read_or_create(self.folder / "server.key", lambda: {"key": self._server.hex()})
+            self._own.read_or_create("server", lambda: {"key": self._server.hex()})
         except OSError as error:
-            _log.warning("kv_key_not_kept", error=error.strerror)
+            _log.warning("kv_key_not_kept", error=error.strerror or str(error))
+
+    def refresh(self) -> set[str]:
+        """Look whether others began new epochs. Returns the tags that ended since the last call; they never return."""
+        if self._vault is not None:
+            self._vault.refresh()
+        for name in list(self._cache):
+            self._secret(name)
+        with self._mutex:
+            ended, self._ended = self._ended, set()
+            return ended
 
     def live(self) -> dict[str, Scope]:
-        """By tag, the scopes of all tenants that the store's folder knows, in their present epochs. They name none."""
-        names = self._cache if self.folder is None else [p.stem for p in (self.folder / "tenants").glob("*.key")]
-        scopes = [self._scope("", name, self._secret(name), encrypt=False) for name in list(names)]
+        """By tag, the scopes of all tenants that the vault knows, in their present epochs. They name none.
+
+        Raises OSError where the vault cannot be listed.
+        """
+        names = list(self._cache) if self._vault is None else self._vault.names()
+        scopes = [self._scope("", name, self._secret(name), encrypt=False) for name in names]
         return {scope.tag: scope for scope in scopes}
 
-    def _scope(self, tenant: str, name: str, secret: _Secret, *, encrypt: bool) -> Scope:
+    def _scope(self, tenant: str, name: str, secret: Secret, *, encrypt: bool) -> Scope:
         root = name.encode() + struct.pack("<Q", secret.epoch) + secret.value
         return Scope(
             tenant,
@@ -163,105 +190,52 @@ class Keyring:
             encrypt,
         )
 
-    def _secret(self, name: str) -> _Secret:
+    def _secret(self, name: str) -> Secret:
         with self._mutex:
-            stamp, secret = self._cache.get(name, (None, None))
-            if self.folder is None:
-                secret = secret or _parse_secret(_new_secret(0))
+            stamp, known = self._cache.get(name, (None, None))
+            if self._vault is None:
+                secret = known or _new_secret(0)
                 self._cache[name] = (None, secret)
                 return secret
-            path = self.folder / "tenants" / f"{name}.key"
-            now = _stamp(path)
-            if secret is None or now is None or now != stamp:
-                own = _fields_of(secret) if secret else _new_secret(0)
-                try:
-                    secret = _parse_secret(_read_or_create(path, lambda: own))
-                except OSError as error:  # a full disk must not stop the tenant: this process alone knows the secret
-                    _log.warning("kv_key_not_kept", error=error.strerror)
-                    secret, now = _parse_secret(own), None
-                self._cache[name] = (now, secret)
+            now = self._vault.stamp(name)
+            if known is not None and now is not None and now == stamp:
+                return known
+            own = known or _new_secret(0)
+            try:
+                secret = Secret.of(self._vault.read_or_create(name, own.fields))
+            except OSError as error:  # a full disk must not stop the tenant: this process alone knows the secret
+                _log.warning("kv_key_not_kept", error=error.strerror or str(error))
+                secret, now = own, None
+            if known is not None and secret != known:
+                self._ended.add(self._scope("", name, known, encrypt=False).tag)
+            self._cache[name] = (now, secret)
             return secret
 
     def _derive(self, use: str, data: bytes) -> bytes:
         return hmac.digest(self._server, use.encode() + b"\0" + data, "sha256")
 
 
+def given_key(file: Path | None) -> bytes | None:
+    """The server key from `file`, else from the environment; None where neither is there.
+
+    Raises ValueError where it is not 64 hex digits, and OSError where the file cannot be read.
+    """
+    text = file.read_text().strip() if file is not None else os.environ.get(KEY_VARIABLE, "").strip()
+    where = f"key file {file.name}" if file is not None else KEY_VARIABLE
+    if not text and file is None:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ValueError(f"{where} must hold 64 hex digits")
+    return key
+
+
 def _new_server_key() -> dict[str, object]:
     return {"key": secrets.token_hex(32)}
 
 
-def _new_secret(epoch: int) -> dict[str, object]:
-    return {"epoch": epoch, "secret": secrets.token_hex(32)}
-
-
-def _fields_of(secret: _Secret) -> dict[str, object]:
-    return {"epoch": secret.epoch, "secret": secret.value.hex()}
-
-
-def _parse_secret(fields: Mapping[str, object]) -> _Secret:
-    return _Secret(int(str(fields["epoch"])), bytes.fromhex(str(fields["secret"])))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def _read(path: Path) -> dict[str, object] | None:
-    """The file's fields, or None where it is missing or fails its own checksum."""
-    try:
-        fields = json.loads(path.read_bytes())
-        check = fields.pop("check")
-    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
-        return None
-    return fields if check == _check(fields) else None
-
-
-def _read_or_create(path: Path, make: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """Of several processes that create the file at once, one wins and all read the same."""
-    found = _read(path)
-    if found is not None:
-        return found
-    with _lock(path.parent):
-        found = _read(path)
-        if found is None:
-            if path.exists():
-                _log.warning("kv_key_damaged", file=path.name)
-            found = make()
-            _replace(path, found)
-    return found
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _replace(path: Path, fields: dict[str, object]) -> None:
-    os.replace(_write_aside(path, fields), path)
-
-
-def _write_aside(path: Path, fields: dict[str, object]) -> Path:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({**fields, "check": _check(fields)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    return aside
-
-
-def _check(fields: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+def _new_secret(epoch: int) -> Secret:
+    return Secret(epoch, secrets.token_bytes(32))

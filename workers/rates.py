@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_PRIOR = {"ram": 4e9, "disk": 5e8}
+_PRIOR = {"ram": 4e9, "disk": 5e8, "shared": 2e8}
 """Bytes per second before anything was measured."""
-_OVERHEAD = {"ram": 2e-5, "disk": 5e-4}
+_OVERHEAD = {"ram": 2e-5, "disk": 5e-4, "shared": 5e-3}
 """Seconds per segment besides its bytes."""
 _WEIGHT = 0.2
 _LEAST = 2**20
@@ -25,6 +25,11 @@ class Rates:
     def computing(self, tokens_per_s: float, space: bytes | None) -> None:
         """How fast a space is computed; None for every space that is not told."""
         self._computes[space] = tokens_per_s
+
+    def seconds(self, tokens: int, space: bytes) -> float | None:
+        """How long computing would take; None where nobody has told."""
+        speed = self._computes.get(space, self._computes.get(None))
+        return tokens / speed if speed else None
 
     def loaded(self, tier: str, size: int, seconds: float) -> None:
         """A load took so long. Small ones say more about the machine's other work than about bytes: not counted."""

@@ -1,7 +1,8 @@
 """What a name stands for on a worker: one model alone, or a pair. Knows models, fusers and stored KV; no requests.
 
-A runtime reads a prompt in chunks, under the engine's inference mode, as a generator that yields between them, so that the engine can let running answers
-go on. What it returns is the KV that the receiver decodes from, and the logits of the first token.
+A runtime reads a prompt in chunks, under the engine's inference mode, as a generator that yields between them, so that
+the engine can let running answers go on. What it returns is the KV that the receiver decodes from, and the logits of
+the first token.
 
 Taint: whatever a receiver computes after projected KV depends on that KV, so it is never stored as what the model
 computes alone. Only `Alone` stores what it reads and writes under the `plain` space; a pair stores the sharer's and the
@@ -11,9 +12,10 @@ receiver's own reading (both untouched by fusing) and the projected slots under 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,8 +26,11 @@ from workers.errors import BadPrompt, PromptTooLong
 from workers.fusers.base import Fuser
 from workers.keys import Scope, Space
 from workers.loader import Loaded
-from workers.prompt import Prompt
-from workers.store import KVStore
+from workers.prompt import Message, Prompt, chat_prompt, text_prompt
+from workers.store import Claim, KVStore
+
+_POLL = 0.002
+"""Seconds between two looks whether another worker is done; answers that run get a token after each."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -75,11 +80,40 @@ class Runtime(Protocol):
     spaces: tuple[Space, ...]
     """Where its KV is stored."""
 
+    def chat(self, messages: Listing[Message]) -> Prompt:
+        """OpenAI messages as it reads them. Raises BadPrompt."""
+
+    def text(self, text: str) -> Prompt:
+        """A raw completion prompt. Raises BadPrompt."""
+
+    def rehearsal(self, tokens: int) -> Prompt:
+        """A prompt of about so many tokens that takes the path of any other."""
+
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
         """Read the prompt. Raises BadPrompt."""
 
     def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
         """Store prompt and answer for the next turn, where that is exact."""
+
+
+class OneTokenizer:
+    """Prompts of runtimes whose models all read the decoder's ids."""
+
+    decoder: Loaded
+    template: Mapping[str, bool] = {}
+    """Options of the decoder's chat template."""
+
+    def chat(self, messages: Listing[Message]) -> Prompt:
+        """Through the decoder's own template."""
+        return chat_prompt(self.decoder.tokenizer, messages, **self.template)
+
+    def text(self, text: str) -> Prompt:
+        """No template."""
+        return text_prompt(self.decoder.tokenizer, text)
+
+    def rehearsal(self, tokens: int) -> Prompt:
+        """Ids in their order; half of them are context."""
+        return Prompt(tuple(i % (self.decoder.vocab - 1) for i in range(1, tokens + 1)), tokens // 2)
 
 
 class Reader:
@@ -97,30 +131,51 @@ class Reader:
         model = self.loaded
         return Sequence(model.shape, tokens, model.dtype, model.device)
 
-    def recall(self, into: Sequence, ids: tuple[int, ...], keep: Keep | None, space: Space, limit: int) -> int:
-        """Put the longest stored prefix of at most `limit` tokens into the sequence; returns its length."""
-        if keep is None or self.store is None or limit <= 0:
-            return 0
-        hit = self.store.find(keep.scope, space, ids, limit=limit, role=self.role)
-        kv = self.store.load(hit) if hit is not None else None
-        if kv is None or not len(kv):
-            return 0
-        into.put(kv)
-        return len(kv)
+    def recall(
+        self, into: Sequence, ids: tuple[int, ...], keep: Keep | None, limit: int, *, tail: bool = False
+    ) -> Steps[Claim | None]:
+        """Put the longest stored prefix of at most `limit` tokens into the sequence; `into.seen` is its length.
 
-    def keep(
-        self, ids: tuple[int, ...], kv: KVCache, keep: Keep | None, start: int, space: Space | None = None
-    ) -> None:
-        """Store whole blocks from `start` on; returns at once."""
+        Where another worker is computing what is missing, wait for it within a bound. What is returned goes to
+        `settle` when the rest is computed and kept, or given up.
+        """
+        if keep is None or self.store is None or limit <= 0:
+            return None
+        self._load(self.store, into, ids, keep, limit, tail)
+        if into.seen >= limit:
+            return None
+        claim = self.store.claim(keep.scope, self.space, ids[:limit], start=into.seen)
+        if claim is None or claim.mine:
+            return claim
+        until = time.monotonic() + claim.patience
+        while time.monotonic() < until and self.store.flying(claim):
+            time.sleep(_POLL)
+            yield
+        self._load(self.store, into, ids, keep, limit, tail)
+        return None
+
+    def _load(self, store: KVStore, into: Sequence, ids: tuple[int, ...], keep: Keep, limit: int, tail: bool) -> None:
+        hit = store.find(keep.scope, self.space, ids, limit=limit, tail=tail, role=self.role)
+        if hit is not None and hit.tokens > into.seen:
+            store.load_into(hit, into, start=into.seen)
+
+    def settle(self, claim: Claim | None) -> None:
+        """Let others go on."""
+        if self.store is not None:
+            self.store.release(claim)
+
+    def keep(self, ids: tuple[int, ...], kv: KVCache, keep: Keep | None, start: int, *, tail: bool = False) -> None:
+        """Store whole blocks from `start` on, with `tail` all of it; returns at once."""
         if keep is not None and self.store is not None:
             self.store.save(
                 keep.scope,
-                space or self.space,
+                self.space,
                 ids[: len(kv)],
                 kv,
                 start=start,
                 ttl=keep.ttl,
                 max_bytes=keep.max_bytes,
+                tail=tail,
                 role=self.role,
             )
 
@@ -153,7 +208,7 @@ class Reader:
         return logits
 
 
-class Alone:
+class Alone(OneTokenizer):
     """One model reads and answers. Also an identity pair, where sharer and receiver are one model."""
 
     def __init__(
@@ -170,17 +225,21 @@ class Alone:
         spent, ids, reader = Spent(), prompt.ids, self._reader
         sequence = reader.sequence(len(ids))
         # The last token is always computed: its logits are the answer's beginning, and logits are not stored.
-        spent.reused = reader.recall(sequence, ids, keep, reader.space, len(ids) - 1)
-        logits = yield from reader.read(sequence, ids, spent)
-        spent.computed_tokens = len(ids) - spent.reused
-        reader.keep(ids, sequence.kv(), keep, spent.reused)
+        claim = yield from reader.recall(sequence, ids, keep, len(ids) - 1)
+        try:
+            spent.reused = sequence.seen
+            logits = yield from reader.read(sequence, ids, spent)
+            spent.computed_tokens = len(ids) - spent.reused
+            reader.keep(ids, sequence.kv(), keep, spent.reused)
+        finally:
+            reader.settle(claim)
         return Prefilled(sequence.kv(), logits, spent)
 
     def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
         self._reader.keep(ids, kv, keep, 0)
 
 
-class Paired:
+class Paired(OneTokenizer):
     """A sharer reads, a fuser projects, a receiver goes on and answers."""
 
     def __init__(
@@ -194,14 +253,23 @@ class Paired:
         scope: str,
         store: KVStore | None,
         chunk: int,
+        recipe: dict[str, Any] | None = None,
+        template: Mapping[str, bool] | None = None,
     ) -> None:
         self.name = name
         self.decoder = receiver
         self.fuser = fuser
         self.mode, self.scope = mode, scope
         self.context = min(sharer.context, receiver.context)
+        self.template = template or {}
         self.fingerprint = pairs.fingerprint(
-            sharer.identity, receiver.identity, kind=fuser.kind, digest=fuser.digest, mode=mode, scope=scope
+            sharer.identity,
+            receiver.identity,
+            kind=fuser.kind,
+            digest=fuser.digest,
+            mode=mode,
+            scope=scope,
+            recipe=recipe,
         )
         self._sharer = Reader(sharer, store, chunk, "source")
         self._receiver = Reader(receiver, store, chunk, "own")
@@ -214,9 +282,14 @@ class Paired:
         shared = self._shared(prompt)
         target = self._receiver.sequence(len(ids))
         spent.gates_open = self.fuser.change().gates_open
-        spent.reused = self._fused.recall(target, ids[:shared], keep, self._fused.space, shared)
-        if spent.reused < shared:
-            yield from self._fuse(target, ids[:shared], keep, spent)
+        # With its tail: a context that was shared before needs no sharer, whatever its length.
+        claim = yield from self._fused.recall(target, ids[:shared], keep, shared, tail=True)
+        try:
+            spent.reused = target.seen
+            if spent.reused < shared:
+                yield from self._fuse(target, ids[:shared], keep, spent)
+        finally:
+            self._fused.settle(claim)
         logits = yield from self._receiver.read(target, ids, spent)
         spent.computed_tokens = len(ids) - spent.reused
         return Prefilled(target.kv(), logits, spent)
@@ -253,17 +326,21 @@ class Paired:
             spent.change = relative_change(projected, own)
         target.put(projected)
         spent.fuse_s = time.perf_counter() - clock
-        self._fused.keep(ids, target.kv(), keep, start, self._fused.space)
+        self._fused.keep(ids, target.kv(), keep, start, tail=True)
         yield
 
     def _read_alone(
         self, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
     ) -> Steps[tuple[KVCache, int]]:
         sequence = reader.sequence(len(ids))
-        reused = reader.recall(sequence, ids, keep, reader.space, len(ids))
-        yield from reader.read(sequence, ids, spent)
-        if reused < len(ids):
-            reader.keep(ids, sequence.kv(), keep, reused)
+        claim = yield from reader.recall(sequence, ids, keep, len(ids), tail=True)
+        try:
+            reused = sequence.seen
+            yield from reader.read(sequence, ids, spent)
+            if reused < len(ids):
+                reader.keep(ids, sequence.kv(), keep, reused, tail=True)
+        finally:
+            reader.settle(claim)
         return sequence.kv(), reused
 
 
@@ -278,11 +355,11 @@ def relative_change(fused: KVCache, own: KVCache) -> float:
 
 def require_room(prompt: Prompt, context: int, max_tokens: int | None) -> int:
     """Tokens the answer may have. Raises PromptTooLong in OpenAI's words."""
-    room = context - len(prompt)
+    room = context - prompt.positions
     if room < 1 or (max_tokens is not None and max_tokens > room):
         asked = f" and {max_tokens} in the completion" if max_tokens is not None else ""
         raise PromptTooLong(
             f"This model's maximum context length is {context} tokens. However, your messages resulted in "
-            f"{len(prompt)} tokens{asked}. Please reduce the length of the messages or completion."
+            f"{prompt.positions} tokens{asked}. Please reduce the length of the messages or completion."
         )
     return room if max_tokens is None else max_tokens

@@ -3,11 +3,13 @@
 The file is a safetensors file. Its metadata carry the head (whose it is, which blocks, which tensors), a MAC over the
 head, and an AES-256-GCM tag over head and payload under the tenant's key. Plain files are only authenticated; in an
 encrypted one the payload is a single opaque tensor. A file that was cut, changed, or put in another's place is Damaged.
+The last block of a segment may be short: a tail, named by exactly the tokens it holds.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import math
 import os
@@ -23,10 +25,12 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from workers.cache import KVCache
+from workers.codec import Packed, unpack
 from workers.errors import KVMismatch
 from workers.keys import ID_BYTES, Scope
 
 SUFFIX = ".safetensors"
+_FORMAT = 2
 _MOST_HEADER = 8 * 2**20
 _DTYPES = {
     torch.float64: "F64",
@@ -58,6 +62,8 @@ class Head:
     parent: bytes
     """Id of the block before it; empty at the start."""
     ids: tuple[bytes, ...]
+    tokens: int
+    """Tokens held; no multiple of the block size where the last block is a tail."""
     expires: float
     """Unix time."""
     limit: int
@@ -66,17 +72,22 @@ class Head:
 
 @dataclass(slots=True)
 class Segment:
-    """A segment in memory; `kv` is contiguous, on the CPU, and nobody else's."""
+    """A segment in memory; its tensors are contiguous, on the CPU, and nobody else's."""
 
     head: Head
-    kv: KVCache
-    durable: bool = False
-    """On disk and in the index, as far as this process knows."""
-    queued: bool = False
+    packed: Packed
+    durable: set[str] = field(default_factory=set)
+    """Names of the shelves that hold it and whose index says so, as far as this process knows."""
+    queued: set[str] = field(default_factory=set)
+    """Names of the shelves that are about to write it."""
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = self.kv.nbytes
+        self.size = self.packed.nbytes
+
+    def kv(self, start: int = 0, stop: int | None = None) -> KVCache:
+        """Tokens start..stop-1 of the segment; views where the codec is exact."""
+        return unpack(self.packed, start, self.head.tokens if stop is None else stop)
 
 
 def tokens_of(kv: KVCache) -> int:
@@ -115,24 +126,36 @@ def write(path: Path, segment: Segment, scope: Scope) -> int:
     return size
 
 
+def pack(segment: Segment, scope: Scope) -> bytes:
+    """What `write` writes."""
+    file = io.BytesIO()
+    _write_to(file, segment, scope)
+    return file.getvalue()
+
+
 def file_size(segment: Segment, scope: Scope) -> int:
     """Bytes that `write` will write."""
-    head = _fields(segment.head, encrypted=scope.encrypt)
-    return len(_header(head, _table(segment.kv), scope, bytes(12), bytes(16))) + segment.size
+    head = _fields(segment.head, segment.packed, encrypted=scope.encrypt)
+    return len(_header(head, _table(segment.packed), scope, bytes(12), bytes(16))) + segment.size
 
 
 def read(path: Path, scope: Scope, obj: str) -> Segment:
     """Read and verify all of it. Raises FileNotFoundError, or Damaged for whatever else is wrong."""
     try:
         with open(path, "rb") as file:
-            head, table, nonce, tag = _read_head(file, scope, obj)
-            payload = bytearray(table[-1][-1] if table else 0)
-            if file.readinto(payload) != len(payload) or file.read(1):
-                raise Damaged("the payload's length is not what the head says")
+            return read_from(file, scope, obj)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise Damaged(f"unreadable: {error.strerror}") from error
+
+
+def read_from(file: BinaryIO, scope: Scope, obj: str) -> Segment:
+    """As `read`, from an open file."""
+    head, table, nonce, tag = _read_head(file, scope, obj)
+    payload = bytearray(table[-1][-1] if table else 0)
+    if file.readinto(payload) != len(payload) or file.read(1):  # type: ignore[attr-defined]
+        raise Damaged("the payload's length is not what the head says")
     opener = Cipher(algorithms.AES(scope.seal_key), modes.GCM(nonce, tag)).decryptor()
     opener.authenticate_additional_data(_text(head, table))
     try:
@@ -145,22 +168,27 @@ def read(path: Path, scope: Scope, obj: str) -> Segment:
         opener.finalize()
     except InvalidTag:
         raise Damaged("the payload fails its tag") from None
-    tensors = [_tensor(payload, row) for row in table]
-    half = len(tensors) // 2
-    return Segment(_head_of(head), KVCache(tensors[:half], tensors[half:]), durable=True)
+    tensors = {row[0]: _tensor(payload, row) for row in table}
+    packed = Packed.of_tensors(head["codec"], head["dtype"], tensors)
+    return Segment(_head_of(head), packed)
 
 
 def read_head(path: Path, scope: Scope) -> Head:
     """The verified head alone; the payload is not looked at but for its length. Raises as `read` does."""
     try:
         with open(path, "rb") as file:
-            head, table, _, _ = _read_head(file, scope, path.name.removesuffix(SUFFIX))
-            if os.fstat(file.fileno()).st_size != file.tell() + (table[-1][-1] if table else 0):
-                raise Damaged("the file's length is not what the head says")
+            return read_head_from(file, scope, path.name.removesuffix(SUFFIX), os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise Damaged(f"unreadable: {error.strerror}") from error
+
+
+def read_head_from(file: BinaryIO, scope: Scope, obj: str, size: int) -> Head:
+    """As `read_head`, from the beginning of a file of `size` bytes."""
+    head, table, _, _ = _read_head(file, scope, obj)
+    if size != file.tell() + (table[-1][-1] if table else 0):
+        raise Damaged("the file's length is not what the head says")
     return _head_of(head)
 
 
@@ -169,15 +197,14 @@ _Row = tuple[str, str, list[int], int, int]
 
 
 def _write_to(file: BinaryIO, segment: Segment, scope: Scope) -> None:
-    tensors = [*segment.kv.keys, *segment.kv.values]
-    table = _table(segment.kv)
-    head = _fields(segment.head, encrypted=scope.encrypt)
+    table = _table(segment.packed)
+    head = _fields(segment.head, segment.packed, encrypted=scope.encrypt)
     nonce = secrets.token_bytes(12)
     sealer = Cipher(algorithms.AES(scope.seal_key), modes.GCM(nonce)).encryptor()
     sealer.authenticate_additional_data(_text(head, table))
     header = _header(head, table, scope, nonce, bytes(16))
     file.write(header)
-    for tensor in tensors:
+    for tensor in segment.packed.tensors().values():
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
         if scope.encrypt:
             file.write(sealer.update(raw))
@@ -191,13 +218,12 @@ def _write_to(file: BinaryIO, segment: Segment, scope: Scope) -> None:
     file.seek(end)
 
 
-def _table(kv: KVCache) -> list[_Row]:
+def _table(packed: Packed) -> list[_Row]:
     rows: list[_Row] = []
     at = 0
-    for name, tensors in (("keys", kv.keys), ("values", kv.values)):
-        for layer, tensor in enumerate(tensors):
-            rows.append((f"{name}.{layer}", _DTYPES[tensor.dtype], list(tensor.shape), at, at + tensor.nbytes))
-            at += tensor.nbytes
+    for name, tensor in packed.tensors().items():
+        rows.append((name, _DTYPES[tensor.dtype], list(tensor.shape), at, at + tensor.nbytes))
+        at += tensor.nbytes
     return rows
 
 
@@ -233,6 +259,8 @@ def _read_head(file: BinaryIO, scope: Scope, obj: str) -> tuple[dict[str, Any], 
     if not hmac.compare_digest(mac, _head_mac(scope, text)) or len(nonce) != 12 or len(tag) != 16:
         raise Damaged("the head fails its MAC")
     fields = json.loads(text)
+    if fields["head"].get("format") != _FORMAT:
+        raise Damaged("the file has another version's format")
     if fields["head"]["tag"] != scope.tag or fields["head"]["obj"] != obj:
         raise Damaged("the file belongs elsewhere")
     return fields["head"], [tuple(row) for row in fields["table"]], nonce, tag
@@ -254,8 +282,11 @@ def _head_mac(scope: Scope, text: bytes) -> bytes:
     return hmac.digest(hmac.digest(scope.seal_key, b"head", "sha256"), text, "sha256")
 
 
-def _fields(head: Head, *, encrypted: bool) -> dict[str, Any]:
+def _fields(head: Head, packed: Packed, *, encrypted: bool) -> dict[str, Any]:
     return {
+        "format": _FORMAT,
+        "codec": packed.codec,
+        "dtype": packed.dtype,
         "tag": head.tag,
         "obj": head.obj,
         "space": head.space,
@@ -263,6 +294,7 @@ def _fields(head: Head, *, encrypted: bool) -> dict[str, Any]:
         "first": head.first,
         "parent": head.parent.hex(),
         "ids": b"".join(head.ids).hex(),
+        "tokens": head.tokens,
         "expires": head.expires,
         "limit": head.limit,
         "encrypted": encrypted,
@@ -279,6 +311,7 @@ def _head_of(fields: dict[str, Any]) -> Head:
         fields["first"],
         bytes.fromhex(fields["parent"]),
         tuple(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES)),
+        fields["tokens"],
         fields["expires"],
         fields["limit"],
     )

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
@@ -31,8 +31,9 @@ from workers.config import Fleet, WorkerConfig
 from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
 from workers.errors import BadPrompt, WorkerError
 from workers.holdings import Holdings
+from workers.logs import LossyStream
 from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, usage_of
-from workers.prompt import Prompt, chat_prompt, text_prompt
+from workers.prompt import Prompt
 from workers.protocol import WorkerState
 from workers.runtime import Keep, Runtime
 from workers.sampling import Chosen, Sampling
@@ -57,6 +58,7 @@ class Worker:
                 Route("/state", self.show_state),
                 Route("/metrics", self.metrics),
                 Route("/health", self.health),
+                Route("/kv", self.kv),
                 Route("/kv/{tenant}", self.purge, methods=["DELETE"]),
             ]
         )
@@ -97,12 +99,18 @@ class Worker:
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(self.holdings.metrics(self.state()), media_type="text/plain; version=0.0.4")
 
+    async def kv(self, request: HttpRequest) -> Response:
+        return Response(msgspec.json.encode(await asyncio.to_thread(self.holdings.kv)), media_type="application/json")
+
     async def purge(self, request: HttpRequest) -> Response:
-        store = self.holdings.store
-        if store is None:
-            return Response(b'{"entries":0,"bytes":0}', media_type="application/json")
-        gone = await asyncio.to_thread(store.purge, request.path_params["tenant"])
-        return Response(msgspec.json.encode({"entries": gone.entries, "bytes": gone.bytes}))
+        try:
+            gone = await asyncio.to_thread(self.holdings.store.purge, request.path_params["tenant"])
+        except OSError as error:  # the disk does not even take the new epoch: what is stored stands
+            told = WorkerError(f"the store's disk refused: {error.strerror}")
+            return Response(error_body(told), told.status, media_type="application/json")
+        return Response(
+            msgspec.json.encode({"entries": gone.entries, "bytes": gone.bytes}), media_type="application/json"
+        )
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._answer(request, chat=True)
@@ -122,13 +130,12 @@ class Worker:
             return Response(error_body(error), error.status, headers, "application/json")
 
     def _prompt(self, runtime: Runtime, body: Body) -> Prompt:
-        tokenizer = runtime.decoder.tokenizer
         if body.messages is not None:
-            return chat_prompt(tokenizer, body.messages)
+            return runtime.chat(body.messages)
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         if len(prompts) != 1:
             raise BadPrompt(f"one prompt per request is served here, and there were {len(prompts)}")
-        return text_prompt(tokenizer, prompts[0])
+        return runtime.text(prompts[0])
 
     async def _run(self, http: HttpRequest, body: Body, runtime: Runtime, prompt: Prompt) -> Response:
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -158,7 +165,7 @@ class Worker:
 
     def _keep(self, http: HttpRequest) -> Keep | None:
         tenant, store = http.headers.get(protocol.TENANT), self.holdings.store
-        if tenant is None or store is None:
+        if tenant is None:
             return None
         encrypt = http.headers.get(protocol.KV_ENCRYPT) == "1"
         return Keep(
@@ -365,6 +372,10 @@ async def serve(worker: Worker, registry: Registry, *, every: float = 1.0) -> No
         )
     )
     heart = asyncio.create_task(beat(worker, registry, every))
+    # uvicorn restores these and raises the signal that ended it once more: by default that would end the process
+    # here, with the heartbeat still standing and the store not flushed.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     try:
         await server.serve()
     finally:
@@ -382,7 +393,11 @@ def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None 
     _quiet_logs()
     holdings = Holdings(fleet, config)
     engine = Engine(
-        holdings.runtimes, max_running=config.max_running, max_queued=config.max_queued, threads=config.threads
+        holdings.runtimes,
+        max_running=config.max_running,
+        max_queued=config.max_queued,
+        threads=config.threads,
+        pack=config.pack,
     )
     engine.start()
     worker = Worker(config, holdings, engine, url)
@@ -401,8 +416,9 @@ def _quiet_logs() -> None:
     from transformers.utils import logging as hf
 
     hf.disable_progress_bar()  # type: ignore[no-untyped-call]
+    out = cast(TextIO, LossyStream(sys.stderr))  # structlog needs write and flush
     if sys.stderr.isatty():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        structlog.configure(logger_factory=structlog.WriteLoggerFactory(out))
         return
     structlog.configure(
         processors=[
@@ -411,7 +427,7 @@ def _quiet_logs() -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(out),
     )
 
 

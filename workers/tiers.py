@@ -1,22 +1,26 @@
-"""The store's tiers. RamTier: segments by use, within a byte budget. DiskTier: where segment files lie.
+"""The store's tiers. RamTier: segments by use, within a byte budget. DiskTier and ObjectTier: where their files lie.
 
-Both know segments and tags; neither knows tokens, spaces or the index.
+They know segments and tags, and none knows tokens, spaces or the index.
 """
 
 from __future__ import annotations
 
+import io
 import shutil
+import struct
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 import structlog
 
 from workers import segments
 from workers.keys import Scope
+from workers.remote import Remote
 from workers.segments import Head, Segment
 
 _log = structlog.get_logger(__name__)
@@ -30,6 +34,8 @@ class Piece:
     start: int
     stop: int
     size: int
+    tier: str = "ram"
+    """Which tier named it."""
 
 
 class RamTier:
@@ -90,13 +96,13 @@ class RamTier:
         with self._lock:
             return self._segments.get((tag, obj))
 
-    def not_durable(self, head: Head) -> None:
-        """The disk turned out not to hold what stands before this segment: mark the chain, as far as it is here."""
+    def not_durable(self, head: Head, shelf: str) -> None:
+        """A shelf turned out not to hold what stands before this segment: mark the chain, as far as it is here."""
         with self._lock:
             block = head.parent
             while (held := self._blocks.get((head.tag, block))) is not None:
                 segment = self._segments[head.tag, held[0]]
-                segment.durable = False
+                segment.durable.discard(shelf)
                 block = segment.head.parent
 
     def drop(self, tag: str, obj: str) -> None:
@@ -110,10 +116,6 @@ class RamTier:
             for segment in held:
                 self._drop(tag, segment.head.obj)
             return held
-
-    def tags(self) -> set[str]:
-        with self._lock:
-            return {tag for tag, _ in self._segments}
 
     def expire(self) -> int:
         """Forget what is past its life; returns how many."""
@@ -143,6 +145,31 @@ class RamTier:
         return 1
 
 
+class Tier(Protocol):
+    """Where segment files lie. All raise OSError where the place refuses or cannot be reached."""
+
+    def write(self, segment: Segment, scope: Scope) -> int:
+        """Returns the file's bytes. Raises OSError, and leaves nothing then that a reader would take for whole."""
+
+    def read(self, scope: Scope, obj: str) -> Segment:
+        """Raises FileNotFoundError or Damaged."""
+
+    def heads(self, scope: Scope, objects: Sequence[str]) -> Iterator[tuple[str, Head | None, int]]:
+        """(object, verified head or None where the file is damaged, file's bytes); those that vanish are left out."""
+
+    def delete(self, tag: str, obj: str) -> None: ...
+
+    def tags(self) -> list[str]: ...
+
+    def objects(self, tag: str) -> list[str]: ...
+
+    def delete_tag(self, tag: str) -> tuple[set[str], int]:
+        """Remove all of a tag; returns the objects and bytes there were."""
+
+    def delete_stale(self) -> int:
+        """Remove unfinished files of writers that died; returns how many."""
+
+
 class DiskTier:
     """`FOLDER/segments/TAG/xx/OBJECT.safetensors`; files whose names begin with a dot are being written."""
 
@@ -154,15 +181,12 @@ class DiskTier:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, segment: Segment, scope: Scope) -> int:
-        """Returns the file's bytes. Raises OSError, and leaves nothing then."""
         return segments.write(self._path(segment.head.tag, segment.head.obj), segment, scope)
 
     def read(self, scope: Scope, obj: str) -> Segment:
-        """Raises FileNotFoundError or Damaged."""
         return segments.read(self._path(scope.tag, obj), scope, obj)
 
     def heads(self, scope: Scope, objects: Sequence[str]) -> Iterator[tuple[str, Head | None, int]]:
-        """(object, verified head or None where the file is damaged, file's bytes); those that vanish are left out."""
         for obj in objects:
             path = self._path(scope.tag, obj)
             try:
@@ -183,7 +207,6 @@ class DiskTier:
         return [p.name.removesuffix(segments.SUFFIX) for p in self._files(tag)]
 
     def delete_tag(self, tag: str) -> tuple[set[str], int]:
-        """Remove all of a tag; returns the objects and bytes there were."""
         objects: set[str] = set()
         size = 0
         for path in self._files(tag):
@@ -201,7 +224,6 @@ class DiskTier:
         return objects, size
 
     def delete_stale(self) -> int:
-        """Remove unfinished files of writers that died; returns how many."""
         count, before = 0, time.time() - self.STALE
         for path in self._folder.glob(f"*/*/.*{segments.SUFFIX}.*"):
             try:
@@ -217,3 +239,63 @@ class DiskTier:
 
     def _files(self, tag: str) -> list[Path]:
         return [p for p in (self._folder / tag).glob(f"*/*{segments.SUFFIX}") if not p.name.startswith(".")]
+
+
+class ObjectTier:
+    """The same layout in an object store, or any other filesystem that fsspec opens. A file is put there as a whole."""
+
+    FOLDER = "segments"
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def write(self, segment: Segment, scope: Scope) -> int:
+        data = segments.pack(segment, scope)
+        self._remote.write(self._name(segment.head.tag, segment.head.obj), data)
+        return len(data)
+
+    def read(self, scope: Scope, obj: str) -> Segment:
+        return segments.read_from(io.BytesIO(self._remote.read(self._name(scope.tag, obj))), scope, obj)
+
+    def heads(self, scope: Scope, objects: Sequence[str]) -> Iterator[tuple[str, Head | None, int]]:
+        for obj in objects:
+            name = self._name(scope.tag, obj)
+            try:
+                size = self._remote.size(name)
+                yield obj, segments.read_head_from(io.BytesIO(self._header(name, size)), scope, obj, size), size
+            except FileNotFoundError:
+                continue
+            except segments.Damaged:
+                yield obj, None, 0
+
+    def delete(self, tag: str, obj: str) -> None:
+        self._remote.delete(self._name(tag, obj))
+
+    def tags(self) -> list[str]:
+        return self._remote.folders(self.FOLDER)
+
+    def objects(self, tag: str) -> list[str]:
+        return [self._object(name) for name in self._remote.files(f"{self.FOLDER}/{tag}")]
+
+    def delete_tag(self, tag: str) -> tuple[set[str], int]:
+        found = self._remote.files(f"{self.FOLDER}/{tag}")
+        for name in found:
+            self._remote.delete(name)
+        return {self._object(name) for name in found}, sum(size for size, _ in found.values())
+
+    def delete_stale(self) -> int:
+        """Nothing to do: there are no unfinished files."""
+        return 0
+
+    def _header(self, name: str, size: int) -> bytes:
+        length = self._remote.read(name, 0, 8)
+        if len(length) < 8:
+            raise segments.Damaged("the header cannot be read: too short")
+        return self._remote.read(name, 0, min(size, 8 + struct.unpack("<Q", length)[0]))
+
+    def _name(self, tag: str, obj: str) -> str:
+        return f"{self.FOLDER}/{tag}/{obj[:2]}/{obj}{segments.SUFFIX}"
+
+    @staticmethod
+    def _object(name: str) -> str:
+        return name.rsplit("/", 1)[-1].removesuffix(segments.SUFFIX)

@@ -52,6 +52,15 @@ def test_equal_prefixes_have_equal_ids(left: list[int], right: list[int]) -> Non
     assert sum(a == b for a, b in ids) == common // 4
 
 
+@given(st.lists(st.integers(0, 50), max_size=11), st.lists(st.integers(0, 50), max_size=11))
+def test_a_tail_names_all_tokens_and_nothing_else(left: list[int], right: list[int]) -> None:
+    """With tails two texts end in the same id only when they are equal; without, the tail adds to the whole blocks."""
+    ids, others = (chain(SCOPE, SPACE, tokens, 4, tail=True) for tokens in (left, right))
+    assert ids[: len(left) // 4] == chain(SCOPE, SPACE, left, 4)
+    assert len(ids) == -(-len(left) // 4)
+    assert (ids[-1:] == others[-1:]) == (left == right)
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_position_is_part_of_the_key(token: int) -> None:
     """The same block of tokens has another id at every position."""

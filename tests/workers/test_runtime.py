@@ -160,7 +160,7 @@ def test_a_pair_reuses_and_answers_as_if_cold(
         assert answer(warm, prompt, 8, keep) == answer(cold, prompt, 8)
         store.settle()
     again = finish(warm, prompt, keep)
-    assert again.spent.reused == 96
+    assert again.spent.reused == (109 if scope == "prompt" else 101)
 
 
 def test_a_source_hit_skips_the_sharer(tiny: Loaded, other: Loaded, store: KVStore) -> None:

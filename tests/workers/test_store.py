@@ -83,6 +83,59 @@ def test_a_partial_hit_ends_where_blocks_end(from_disk: KVStore) -> None:
     assert same(from_disk.load(other), kv.slice(0, 8))
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_tail_is_found_by_exactly_its_tokens(from_disk: KVStore, disk: bool) -> None:
+    """The unfull last block serves who asks for just these tokens with a tail; everyone else gets whole blocks."""
+    kv, tokens = random_kv(310, 17), list(range(5000, 5310))
+    with opened(None, None) as in_ram:
+        store = from_disk if disk else in_ram
+        scope = store.scope("a")
+        store.save(scope, PLAIN, tokens, kv, tail=True)
+        assert store.settle(20)
+        expected = [(tokens, True, 310), (tokens, False, 308), (tokens[:309], True, 308), ([*tokens, 1], True, 308),
+                    ([*tokens[:309], 1], True, 308), (tokens[:308], True, 308)]  # fmt: skip
+        for asked, tail, found in expected:
+            hit = store.find(scope, PLAIN, asked, tail=tail)
+            assert hit is not None
+            assert hit.tokens == found
+            assert same(store.load(hit), kv.slice(0, found))
+        # What goes on after the tail is stored beside it, and neither hides the other.
+        longer = KVCache.concat([kv, random_kv(10, 18)])
+        store.save(scope, PLAIN, [*tokens, *range(10)], longer, start=308)
+        assert store.settle(20)
+        assert same(get(store, [*tokens, *range(10)]), longer)
+        hit = store.find(scope, PLAIN, tokens, tail=True)
+        assert hit is not None
+        assert same(store.load(hit), kv)
+
+
+class Into:
+    """Collects what is put."""
+
+    def __init__(self) -> None:
+        self.parts: list[KVCache] = []
+
+    def put(self, kv: KVCache) -> None:
+        self.parts.append(kv.clone())
+
+
+@given(st.integers(0, 600))
+@settings(max_examples=20, deadline=None)
+def test_loading_into_a_sequence_skips_what_is_there(start: int) -> None:
+    """Whatever prefix is there already, what is put completes it."""
+    with opened(None, None) as store:
+        kv, tokens = random_kv(600), range(600)
+        put(store, tokens, kv)
+        hit = store.find(store.scope("a"), PLAIN, tokens)
+        assert hit is not None
+        into = Into()
+        assert store.load_into(hit, into, start=start) == 600
+        if start < 600:
+            assert same(KVCache.concat([kv.slice(0, start), *into.parts]), kv)
+        else:
+            assert not into.parts
+
+
 def test_layers_that_nobody_needs_stay_empty(from_disk: KVStore) -> None:
     """KV whose first layer holds no tokens comes back as it was."""
     full, none = random_kv(12, 9), torch.empty(1, 2, 0, 4)

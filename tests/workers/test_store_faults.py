@@ -16,6 +16,7 @@ import redis
 
 from tests.workers.kvlab import PLAIN, files, get, opened, put, random_kv, same
 from workers import segments
+from workers.codec import pack
 from workers.embedded import EmbeddedRedis
 from workers.keys import Keyring, Scope
 from workers.segments import Damaged, Head, Segment
@@ -113,8 +114,8 @@ def test_a_lost_head_makes_all_of_it_a_miss(server: EmbeddedRedis, tmp_path: Pat
 def one(tmp_path: Path) -> tuple[Path, Scope, Segment]:
     """A small segment and its file."""
     scope = Keyring(None).scope("a")
-    head = Head(scope.tag, "0" * 32, "s", "own", 0, b"", (bytes(16), bytes(15) + b"1"), time.time() + 99, 2**40)
-    return tmp_path / f"{'0' * 32}.safetensors", scope, Segment(head, random_kv(8, layers=1))
+    head = Head(scope.tag, "0" * 32, "s", "own", 0, b"", (bytes(16), bytes(15) + b"1"), 8, time.time() + 99, 2**40)
+    return tmp_path / f"{'0' * 32}.safetensors", scope, Segment(head, pack(random_kv(8, layers=1), "exact"))
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -135,7 +136,7 @@ def test_no_flipped_byte_changes_what_is_read(one: tuple[Path, Scope, Segment], 
             continue
         survived += 1
         assert at < payload
-        assert (read.head, same(read.kv, segment.kv)) == (segment.head, True)
+        assert (read.head, same(read.kv(), segment.kv())) == (segment.head, True)
     assert survived < payload / 2
 
 
