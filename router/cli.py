@@ -32,7 +32,11 @@ ConfigOption = click.option(
 class Commands(click.Group):
     """Groups that other modules own, imported when they are called."""
 
-    elsewhere: ClassVar[dict[str, str]] = {"audit": "router.audit_cli:audit_commands"}
+    elsewhere: ClassVar[dict[str, str]] = {
+        "audit": "router.audit_cli:audit_commands",
+        "kv": "router.kv_cli:kv_commands",
+        "pair": "router.pair_cli:pair_commands",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *self.elsewhere})

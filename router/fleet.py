@@ -32,7 +32,14 @@ _HANGS_S = 60.0
 """An engine that has work and has not turned for so long hangs; the longest step is a chunk of a few seconds."""
 _STEADY_S = 60.0
 """A worker that lived so long begins again with the shortest backoff."""
+_ENDS_S = 12.0
+"""Requests that run may end (5 s), then the store writes what waits (5 s)."""
 _BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+def failures_after(failures: int, status: int, lived: float) -> int:
+    """Failures in a row, now that a process ended. Status 0: somebody asked it to end, which is none."""
+    return 0 if status == 0 or lived > _STEADY_S else failures + 1
 
 
 class Spawned:
@@ -71,9 +78,8 @@ class Spawned:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-            # Status 0: somebody asked it to end, which is no failure.
-            failures = 0 if status == 0 or time.monotonic() - began > _STEADY_S else failures + 1
-            pause = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1] if failures else _BACKOFF_S[0]
+            failures = failures_after(failures, status, time.monotonic() - began)
+            pause = _BACKOFF_S[min(max(failures, 1), len(_BACKOFF_S)) - 1]
             self.restarts += 1
             log.warning("worker ended", worker=self.config.name, status=status, restart_in_s=pause)
             await asyncio.sleep(pause)
@@ -84,7 +90,7 @@ class Spawned:
         if process is not None and process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(8):
+                async with asyncio.timeout(_ENDS_S):
                     await process.wait()
             except TimeoutError:
                 process.kill()

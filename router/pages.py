@@ -21,6 +21,7 @@ from router.course import decision_view
 from router.endpoints import PATHS, Endpoint, authenticate, new_id, read_call
 from router.errors import BadRequest, Forbidden, RouterError, Unauthenticated, UnknownModel
 from router.http import bearer, read_all
+from router.kv_admin import KVAdmin
 from router.limits import Limits
 from router.source import ConfigError
 from router.telemetry import CONTENT_TYPE, Metrics
@@ -61,6 +62,7 @@ class Pages:
             Route("/admin/workers", self.workers),
             Route("/admin/pairs", self.pairs),
             Route("/admin/reload", self.reload, methods=["POST"]),
+            *KVAdmin(self._endpoint, self._fleet).routes(self._admin),
         ]
         if (_DASHBOARD / "index.html").exists():
             routes.append(Mount("/", StaticFiles(directory=_DASHBOARD, html=True)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.fleet import Fleet
+from router.fleet import Fleet, failures_after
 from tests.tiny import make_model
 from workers.client import Registry
 from workers.config import RedisConfig, WorkerConfig
@@ -62,6 +62,15 @@ async def test_a_worker_is_started_killed_hung_and_each_time_replaced(fleet: Fle
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     assert fleet.spawned[0].restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "status", "lived", "after"),
+    [(0, -9, 5.0, 1), (3, 1, 5.0, 4), (3, -9, 3600.0, 0), (3, 0, 5.0, 0), (0, 0, 3600.0, 0)],
+)
+def test_only_early_ends_that_nobody_asked_for_count(before: int, status: int, lived: float, after: int) -> None:
+    """A crash soon after the start lengthens the pause; an orderly end and a long life do not."""
+    assert failures_after(before, status, lived) == after
 
 
 async def test_a_worker_ends_with_its_router(fleet: Fleet) -> None:
