@@ -24,14 +24,13 @@ from router.dispatch import Dispatcher
 from router.endpoints import PATHS, Endpoint
 from router.errors import Unrecorded
 from router.estimates import Estimates
-from router.fleet import Fleet as SpawningFleet
 from router.gather import Gatherer
 from router.health import Health
 from router.http import Receive, Scope, Send
 from router.limits import Limits
 from router.pages import Pages
 from router.settings import ConfigError, Settings
-from router.telemetry import Metrics, configure_logging
+from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
 from router.transports.base import Transport
 from router.transports.cache import Fleet, KnownFleet, OnWorker, Role
@@ -39,9 +38,6 @@ from router.transports.openai_http import Pools
 from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
 from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
-from workers.client import Registry
-from workers.config import RedisConfig
-from workers.embedded import EmbeddedRedis
 
 log = structlog.get_logger("twolane.router")
 
@@ -113,6 +109,7 @@ class App:
         dispatcher = Dispatcher(
             settings=settings,
             transports=transports,
+            deployments={d.id: d for d in settings.model_list},
             gatherer=gatherer,
             health=health,
             estimates=parts.estimates,
@@ -154,6 +151,7 @@ class App:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         parts = self.parts
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(flush_requests)
             stack.push_async_callback(parts.pools.close)
             stack.push_async_callback(self._close_litellm)
             await parts.audit.start()
@@ -218,11 +216,17 @@ def create_app(
     `stopped` gives the stop buttons in force. Raises ConfigError.
     """
     tenants = TenantSource(settings)
+    limits = Limits.from_url(redis_url, timeout=settings.redis.timeout)
+    metrics = Metrics(_labels(settings), tenants.names)
+    if redis_url is not None:
+        metrics.watch(
+            "redis_up", "Limits are shared through Redis right now.", lambda: [({}, int(bool(limits.shared)))]
+        )
     parts = Parts(
         fleet=fleet or KnownFleet(),
         tenants=tenants,
-        limits=Limits.from_url(redis_url, timeout=settings.redis.timeout),
-        metrics=Metrics(_labels(settings), tenants.names),
+        limits=limits,
+        metrics=metrics,
         audit=Audit(settings.audit.dir),
         pools=Pools(),
         estimates=Estimates(),
@@ -233,6 +237,25 @@ def create_app(
     return App(settings, parts, path)
 
 
+def _fleet(settings: Settings, path: Path, remote: str | None) -> Fleet:
+    """Workers and their registry. A router that has neither is spared redis-py and the embedded server's package."""
+    from router.fleet import Fleet as SpawningFleet
+    from workers.client import Registry
+    from workers.config import RedisConfig
+    from workers.embedded import EmbeddedRedis
+
+    embedded = None if remote else EmbeddedRedis(settings.redis_folder)
+    if embedded is not None:
+        embedded.start()
+    return SpawningFleet(
+        settings.workers,
+        config_file=path,
+        folder=settings.state_dir.resolve() / "run",
+        registry=Registry(RedisConfig(url=embedded.url) if embedded else settings.redis),
+        embedded=embedded,
+    )
+
+
 def serve(settings: Settings, path: Path | str) -> None:
     """Run the router until a signal ends it. Raises SystemExit(1) when it cannot start."""
     path = Path(path)
@@ -241,18 +264,9 @@ def serve(settings: Settings, path: Path | str) -> None:
     for finding in settings.findings:
         log.warning("unsupported", finding=str(finding))
     remote = None if settings.redis.url == "embedded" else settings.redis.url
-    embedded = None if remote or not settings.workers else EmbeddedRedis(settings.redis_folder)
-    if embedded is not None:
-        embedded.start()
-    found = RedisConfig(url=embedded.url) if embedded else settings.redis
-    fleet = SpawningFleet(
-        settings.workers,
-        config_file=path,
-        folder=settings.state_dir.resolve() / "run",
-        registry=Registry(found) if remote or embedded else None,
-        embedded=embedded,
-    )
+    fleet = _fleet(settings, path, remote) if settings.workers or remote else KnownFleet()
     app = create_app(settings, path, fleet=fleet, redis_url=remote)
+    gc.set_threshold(10_000, 20, 20)  # what a request leaves behind is counted, not traced: look for cycles less often
     server = uvicorn.Server(
         uvicorn.Config(
             app,

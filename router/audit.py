@@ -1,6 +1,7 @@
 """The audit log: one chained record per event, durable before a regulated tenant's answer leaves.
 
-A thread collects what is waiting, writes it chain by chain and syncs once (group commit). For a regulated tenant
+A thread takes what is waiting, writes it chain by chain and syncs once (group commit); records that nobody waits for
+are held for a moment, so that it wakes up once for many of them. For a regulated tenant
 `intent` and `outcome` return when their record is on disk, and raise Unrecorded when it cannot be; for others
 `outcome` returns at once, and what could not be written is counted and named in the chain by a later `lost` record.
 """
@@ -11,10 +12,10 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_LINGER = 0.05
-"""Seconds that records nobody waits for may be held to be written together."""
+_LINGER = 0.1
+"""Seconds that records nobody waits for are held, to be handed to the thread together."""
 _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
 
@@ -91,7 +92,8 @@ class Audit:
         """Records of tenants that are not regulated, which could not be written. For the metrics."""
         self._options = {"rotate_bytes": rotate_bytes, "checkpoint_every": checkpoint_every}
         self._patience = patience
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        self._held: list[_Job] = []
         self._waiting = 0
         self._missing: Counter[str] = Counter()
         """Lost records that their chain does not name yet, by tenant."""
@@ -120,6 +122,7 @@ class Audit:
         thread = self._thread
         if thread is not None:
             self._put(control("stopped", "router", {}), ROUTER, None)
+            self._hand_over()
             self._thread = None
             self._jobs.put(None)
             await asyncio.to_thread(thread.join)
@@ -141,13 +144,14 @@ class Audit:
         Call it once for each intent, however the call ended; a call that never had one is recorded whole here.
         """
         regulated = self.regulated(call.tenant)
-        content = {"answer": outcome.answer, "hint": outcome.hint}
-        if call.id not in self._begun:
-            content["request"] = _request(call)
+        begun = call.id in self._begun
         self._begun.discard(call.id)
-        body = _asked(call, decision) | _ended(outcome)
+        body = partial(_outcome, _asked(call, decision), outcome)
         keep: Content = "full" if regulated else call.tenant.audit.content
-        texts = {} if keep == "none" else {name: text for name, text in content.items() if text is not None}
+        texts: dict[str, bytes] = {}
+        if keep != "none":
+            content = {"answer": outcome.answer, "hint": outcome.hint, "request": None if begun else _request(call)}
+            texts = {name: text for name, text in content.items() if text is not None}
         entry = Entry("outcome", body, call.id, texts, keep)
         if regulated:
             await self._durable(entry, call.tenant.name)
@@ -170,12 +174,23 @@ class Audit:
     def _put(self, entry: Entry, tenant: str, done: asyncio.Future[None] | None, records: int = 1) -> None:
         job = _Job(tenant, entry, done, 1024 + sum(map(len, entry.content.values())), records)
         self._waiting += job.weight
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             self._finish([(job, AuditError("the log is not open"))])
         elif self._waiting > _MAX_WAITING:
             self._finish([(job, AuditError("too much waits for the disk"))])
         else:
-            self._jobs.put(job)
+            self._held.append(job)
+            if done is not None or len(self._held) >= BATCH:
+                self._hand_over()
+            elif len(self._held) == 1:
+                self._loop.call_later(_LINGER, self._hand_over)
+
+    def _hand_over(self) -> None:
+        held, self._held = self._held, []
+        if held and self._thread is not None and self._thread.is_alive():
+            self._jobs.put(held)
+        else:
+            self._finish([(job, AuditError("the log is not open")) for job in held])
 
     def _finish(self, results: Sequence[tuple[_Job, Exception | None]]) -> None:
         """On the loop: tell who waits, and count what nobody waits for until the chain names it."""
@@ -198,12 +213,14 @@ class Audit:
         """The thread: batches until the end, then checkpoints."""
         more = True
         while more:
-            batch, more = self._gather()
-            for tenant in dict.fromkeys(job.tenant for job in batch):
-                results = self._write(tenant, [job for job in batch if job.tenant == tenant])
-                # A loop that closes while records are still being written has nobody left to tell.
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._finish, results)
+            waiting, more = self._gather()
+            for tenant in dict.fromkeys(job.tenant for job in waiting):
+                jobs = [job for job in waiting if job.tenant == tenant]
+                for start in range(0, len(jobs), BATCH):
+                    results = self._write(tenant, jobs[start : start + BATCH])
+                    # A loop that closes while records are still being written has nobody left to tell.
+                    with contextlib.suppress(RuntimeError):
+                        self._loop.call_soon_threadsafe(self._finish, results)
         for chain in self._chains.values():
             try:
                 chain.close()
@@ -211,21 +228,18 @@ class Audit:
                 log.error("audit_checkpoint_failed", tenant=chain.tenant, error=str(error))
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """At most a commit's worth of jobs, at once where somebody waits; False after the last."""
-        batch: list[_Job] = []
-        until: float | None = None
-        while len(batch) < BATCH:
-            wait = None if until is None else until - time.monotonic()
+        """What has been handed over, at least one job's worth; False after the last."""
+        waiting: list[_Job] = []
+        held = self._jobs.get()
+        while held is not None:
+            waiting += held
+            if len(waiting) >= BATCH:
+                return waiting, True
             try:
-                job = self._jobs.get(timeout=wait) if wait is None or wait > 0 else self._jobs.get_nowait()
+                held = self._jobs.get_nowait()
             except queue.Empty:
-                break
-            if job is None:
-                return batch, False
-            batch.append(job)
-            now = time.monotonic()
-            until = now if job.done is not None else (until if until is not None else now + _LINGER)
-        return batch, True
+                return waiting, True
+        return waiting, False
 
     def _write(self, tenant: str, jobs: list[_Job]) -> list[tuple[_Job, Exception | None]]:
         """One commit to one chain. What fails, fails for these jobs alone."""
@@ -268,9 +282,9 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
     return asked
 
 
-def _ended(outcome: Outcome) -> dict[str, Any]:
+def _outcome(asked: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
     """Everything but the texts."""
-    return {
+    return asked | {
         "result": outcome.result,
         "status": outcome.status,
         "deployment": outcome.deployment,

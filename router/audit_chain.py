@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -58,7 +58,8 @@ class Entry:
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
     kind: Literal["intent", "outcome", "control"]
-    body: dict[str, Any]
+    body: dict[str, Any] | Callable[[], dict[str, Any]]
+    """A function is called when the record is written, by the thread that writes it."""
     id: str = ""
     content: dict[str, bytes] = field(default_factory=dict)
     keep: Content = "none"
@@ -260,7 +261,8 @@ class _Lines:
     def add(self, entry: Entry) -> Exception | None:
         """None, or why the entry cannot be written as JSON."""
         try:
-            self._add(entry.kind, entry.at, {"id": entry.id} if entry.id else {}, entry.body, self._content(entry))
+            body = entry.body if isinstance(entry.body, dict) else entry.body()
+            self._add(entry.kind, entry.at, {"id": entry.id} if entry.id else {}, body, self._content(entry))
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             return error
         return None

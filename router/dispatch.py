@@ -14,9 +14,9 @@ from policies.facts import Decision, Facts
 from router import fallbacks
 from router.audit import Audit
 from router.audit import Outcome as Ending
-from router.call import Call, Reply
+from router.call import Call, Reply, Usage
 from router.conversations import Conversations, identity
-from router.course import Course, Decisions, decision_view
+from router.course import Course, Decisions, course_view
 from router.deployments import Deployment
 from router.errors import (
     Refused,
@@ -61,6 +61,8 @@ class Dispatcher:
     settings: Settings
     transports: Mapping[str, Transport]
     """By deployment id."""
+    deployments: Mapping[str, Deployment]
+    """By id."""
     gatherer: Gatherer
     health: Health
     estimates: Estimates
@@ -87,7 +89,8 @@ class Dispatcher:
             refused = refusal(course.decision)
             if refused is not None and not fallbacks.after(self.settings.routing, course.decision.model, refused):
                 raise refused
-            course.grant = await self.limits.admit(call.tenant, reserved_tokens(call, course.facts))
+            cost = self._reserved_cost(course.facts, course.decision)
+            course.grant = await self.limits.admit(call.tenant, reserved_tokens(call, course.facts), cost)
             if self._regulated(call):
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
@@ -152,7 +155,7 @@ class Dispatcher:
         while True:
             if error is None:
                 try:
-                    return await self._first_round(course, call, group, decision, again)
+                    return await self._first_round(course, call, decision, again)
                 except TransportError as failure:
                     error = failure
             queue += fallbacks.after(self.settings.routing, group, error)
@@ -180,20 +183,18 @@ class Dispatcher:
                 return group, call, decision
         return None
 
-    async def _first_round(
-        self, course: Course, call: Call, group: str, decision: Decision, again: list[_Again]
-    ) -> Reply:
+    async def _first_round(self, course: Course, call: Call, decision: Decision, again: list[_Again]) -> Reply:
         """Every survivor of a group once, in order. Raises the last failure."""
-        members = {d.id: d for d in self.settings.groups[group]}
         last: TransportError | None = None
         for id in decision.ranked:
+            deployment = self.deployments[id]
             try:
-                return await self._try(course, call, members[id])
+                return await self._try(course, call, deployment)
             except Refused:
                 raise
             except TransportError as error:
                 last = error
-                self._maybe_again(again, members[id], call.model, error)
+                self._maybe_again(again, deployment, call.model, error)
         raise last or Unavailable("No deployment could be asked.")
 
     def _maybe_again(self, again: list[_Again], deployment: Deployment, model: str, error: TransportError) -> None:
@@ -281,21 +282,21 @@ class Dispatcher:
             deployment=course.deployment,
             transport=course.transport,
             error=(error.code or error.type) if error else reply.error if reply else None,
-            tried=tuple(t.deployment for t in course.tries),
+            usage=reply.usage if reply else Usage(),
+            run=reply.run if reply else None,
+            fingerprints=self._fingerprints(course) if course.transport == "cache" else {},
+            tried=tuple([t.deployment for t in course.tries]),
+            ttft_ms=course.ttft_ms,
             total_ms=(time.perf_counter() - course.call.started) * 1000,
+            answer=self._kept_answer(course, answer),
+            hint=None if reply is None or reply.hint is None else reply.hint.encode(),
         )
-        if reply is not None:
-            told = reply.first_frame
-            ended = replace(
-                ended,
-                usage=reply.usage,
-                run=reply.run,
-                fingerprints=self._fingerprints(course),
-                ttft_ms=None if told is None else (told - course.call.started) * 1000,
-                answer=answer if answer is not None else reply.body or None,
-                hint=None if reply.hint is None else reply.hint.encode(),
-            )
         await self.audit.outcome(course.call, course.decision, ended)
+
+    def _kept_answer(self, course: Course, streamed: bytes | None) -> bytes | None:
+        if not self.keeps_answer(course.call):
+            return None
+        return streamed if streamed is not None or course.reply is None else course.reply.body or None
 
     def _fingerprints(self, course: Course) -> dict[str, str]:
         facts = course.facts.deployments if course.facts else ()
@@ -315,17 +316,24 @@ class Dispatcher:
         self.health.succeeded(id)
         if course.call.tenant.policy.terms.sticky:
             self.conversations.answered(identity(course.call), id)
-        if reply.usage.known and reply.first_frame is not None and not course.tries:
-            started = course.call.started
+        if reply.usage.known and not course.tries:
             self.estimates.learn(
                 id,
                 prompt_tokens=reply.usage.prompt_tokens,
                 output_tokens=max(1, reply.usage.completion_tokens),
                 cached_tokens=reply.usage.cached_tokens,
                 queue=course.queue,
-                ttft_ms=(reply.first_frame - started) * 1000,
-                total_ms=(time.perf_counter() - started) * 1000,
+                ttft_ms=course.ttft_ms,
+                total_ms=(time.perf_counter() - course.call.started) * 1000,
             )
+
+    def _reserved_cost(self, facts: Facts, decision: Decision) -> float:
+        """USD that the first choice is expected to cost: calls sent together do not all pass under one budget."""
+        for d in facts.deployments:
+            if d.id == decision.chosen:
+                into, out = self.deployments[d.id].costs
+                return d.estimate.cost if d.estimate else facts.prompt_tokens * into + facts.output_tokens * out
+        return 0.0
 
     def _cost(self, course: Course) -> float:
         reply = course.reply
@@ -339,11 +347,8 @@ class Dispatcher:
         event = course.event(outcome, error, cost, limit)
         self.metrics.finish(event)
         log_request(event)
-        if course.decision is not None:
-            view = decision_view(course.call, course.facts, course.decision)
-            view["happened"] = event
-            view["tries"] = course.tries
-            view["spare"] = course.spare
+        view = course_view(course, event)
+        if view is not None:
             self.decisions.keep(course.call.id, course.call.tenant.name, view)
 
 

@@ -24,6 +24,7 @@ from router.http import (
     Scope,
     Send,
     Watch,
+    as_value,
     bearer,
     encoded,
     picked,
@@ -48,6 +49,7 @@ _HEADERS = {
     b"x-twolane-deployment": "pinned",
     b"x-session-id": "session",
 }
+_HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
 _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -221,10 +223,9 @@ def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float
 
 
 def _hint(value: str | None) -> Hint:
-    lowered = (value or "auto").lower()
-    for known in get_args(Hint):
-        if lowered == known:
-            return known  # type: ignore[no-any-return]
+    hint = _HINTS.get(value.lower() if value else None)
+    if hint is not None:
+        return hint
     name = "x-twolane-transport"
     raise BadRequest(f"{name} must be text, cache or auto.", param=name, code="invalid_header")
 
@@ -244,14 +245,17 @@ def _budget(value: str | None) -> float | None:
 
 def answer_headers(course: Course) -> list[Header]:
     """Ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
-    ours = {
-        "x-twolane-decision": course.call.id,
-        "x-twolane-transport": course.transport or "",
-        "x-twolane-deployment": course.deployment or "",
-        "x-twolane-reason": course.decision.reason if course.decision else "",
-        "x-litellm-call-id": course.call.id,
-        "x-litellm-model-id": course.deployment or "",
-        "x-litellm-attempted-retries": str(course.retries),
-        "x-litellm-attempted-fallbacks": str(course.fallbacks),
-    }
-    return encoded({**(course.reply.headers if course.reply else {}), **ours})
+    id = course.call.id.encode()
+    deployment = as_value(course.deployment or "")
+    ours = [
+        (b"x-twolane-decision", id),
+        (b"x-twolane-transport", as_value(course.transport or "")),
+        (b"x-twolane-deployment", deployment),
+        (b"x-twolane-reason", as_value(course.decision.reason if course.decision else "")),
+        (b"x-litellm-call-id", id),
+        (b"x-litellm-model-id", deployment),
+        (b"x-litellm-attempted-retries", b"%d" % course.retries),
+        (b"x-litellm-attempted-fallbacks", b"%d" % course.fallbacks),
+    ]
+    # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
+    return encoded(course.reply.headers) + ours if course.reply and course.reply.headers else ours

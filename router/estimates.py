@@ -218,9 +218,19 @@ class Estimates:
         )
 
     def predict(
-        self, deployment_id: str, *, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0, queue: int = 0
+        self,
+        deployment_id: str,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int = 0,
+        queue: int = 0,
+        cost: float = 0.0,
     ) -> Estimate | None:
-        """Quantiles in milliseconds, or None for a deployment without answers and without a prior."""
+        """Quantiles in milliseconds, or None for a deployment without answers and without a prior.
+
+        `cost` in USD is the caller's to know, and stands in the estimate as given.
+        """
         model = self._models.get(deployment_id)
         if model is None:
             return None
@@ -234,6 +244,7 @@ class Estimates:
             ttft_p90=t90,
             total_p50=max(total * total50, t50),
             total_p90=max(total * total90, t90),
+            cost=cost,
             samples=model.samples,
         )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
-from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts
+from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Transport
 from router.call import Call
 from router.conversations import Conversations, identity, share
-from router.deployments import Deployment
+from router.deployments import Deployment, Kind
 from router.estimates import Estimates
 from router.features import CANNOT, needs, output_limit, prompt_tokens, turns_before_question
 from router.health import Health
@@ -21,6 +21,36 @@ from workers.protocol import PairState
 
 USUAL_OUTPUT = 256
 """Tokens expected of an answer where the caller sets no bound and nothing was learnt yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What an entry of the configuration says, read once: a request reads slots, not the models people write."""
+
+    deployment: Deployment
+    transport: Transport
+    kind: Kind
+    region: str | None
+    cannot: frozenset[str]
+    weight: float
+    order: int
+    costs: tuple[float, float]
+    plain: bool
+    """No worker and no relay stands behind it: nothing about it has to be looked up."""
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> _Entry:
+        return cls(
+            deployment,
+            deployment.transport,
+            deployment.kind,
+            deployment.model_info.region,
+            CANNOT[deployment.kind],
+            deployment.weight,
+            deployment.order,
+            deployment.costs,
+            deployment.kind in ("http", "litellm"),
+        )
 
 
 class Gatherer:
@@ -46,6 +76,8 @@ class Gatherer:
         self._conversations = conversations
         self._stopped = stopped
         self._primed: dict[str, str] = {}
+        self._entries = {d.id: _Entry.of(d) for d in settings.model_list}
+        self._strategy = settings.routing.strategy
         for deployment in settings.model_list:
             told = deployment.model_info.latency
             if told is not None and told.tokens_per_s is not None:
@@ -59,7 +91,7 @@ class Gatherer:
         who = identity(call) if terms.sticky or terms.cache_share < 1 else None
         return Facts(
             model=model,
-            deployments=tuple(self._deployment(d, prompt, limit) for d in deployments),
+            deployments=tuple([self._deployment(self._entries[d.id], prompt, limit) for d in deployments]),
             prompt_tokens=prompt,
             output_tokens=USUAL_OUTPUT if limit is None else limit,
             needs=needs(call),
@@ -70,31 +102,32 @@ class Gatherer:
             now=time.time(),
             stopped=self._stopped(),
             pinned=call.pinned,
-            strategy=self._settings.routing.strategy,
+            strategy=self._strategy,
             last=self._conversations.last(who),
             conversation=share(who),
             labels={**call.headers, "tenant": call.tenant.name},
         )
 
-    def _deployment(self, deployment: Deployment, prompt: int, limit: int | None) -> DeploymentFacts:
-        holder = self._holder(deployment)
-        available, why = self._available(deployment, holder)
-        queue = self._metrics.in_flight(deployment.id)
+    def _deployment(self, entry: _Entry, prompt: int, limit: int | None) -> DeploymentFacts:
+        id = entry.deployment.id
+        queue = self._metrics.in_flight(id)
+        holder = None if entry.plain else self._holder(entry.deployment)
+        available, why = (True, "") if entry.plain else self._available(entry.deployment, holder)
         return DeploymentFacts(
-            id=deployment.id,
-            transport=deployment.transport,
-            kind=deployment.kind,
+            id=id,
+            transport=entry.transport,
+            kind=entry.kind,
             available=available,
             unavailable=why,
-            region=deployment.model_info.region,
-            pair=self._pair(deployment, holder),
+            region=entry.region,
+            pair=None if entry.plain else self._pair(entry.deployment, holder),
             context=holder.state.context if holder is not None else None,
-            cannot=CANNOT[deployment.kind],
-            estimate=self._estimate(deployment, prompt, limit, queue),
-            cooling=self._health.cooling(deployment.id),
+            cannot=entry.cannot,
+            estimate=self._estimate(entry, prompt, limit, queue),
+            cooling=self._health.cooling(id),
             in_flight=queue,
-            weight=deployment.weight,
-            order=deployment.order,
+            weight=entry.weight,
+            order=entry.order,
         )
 
     def _holder(self, deployment: Deployment) -> Holder | None:
@@ -142,13 +175,12 @@ class Gatherer:
             state.reason,
         )
 
-    def _estimate(self, deployment: Deployment, prompt: int, limit: int | None, queue: int) -> Estimate | None:
-        output = expected_output(self._estimates.usual_output(deployment.id), limit)
-        found = self._estimates.predict(deployment.id, prompt_tokens=prompt, output_tokens=output, queue=queue)
-        into, out = deployment.costs
-        if found is None or not (into or out):
-            return found
-        return replace(found, cost=prompt * into + output * out)
+    def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:
+        id, (into, out) = entry.deployment.id, entry.costs
+        output = expected_output(self._estimates.usual_output(id), limit)
+        return self._estimates.predict(
+            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=prompt * into + output * out
+        )
 
     def _prime(self, deployment: str, holder: Holder, name: str) -> None:
         """A worker's own rates stand until answers tell better; a restarted worker measured anew."""

@@ -70,11 +70,15 @@ def too_large(limit: int) -> BadRequest:
 
 
 def encoded(headers: Mapping[str, str]) -> list[Header]:
-    """Headers as ASGI wants them; what does not fit is written as escapes, and no line end gets through."""
-    return [
-        (name.encode("ascii", "backslashreplace"), value.encode("ascii", "backslashreplace").replace(b"\n", b" "))
-        for name, value in headers.items()
-    ]
+    """Headers as ASGI wants them."""
+    return [(name.encode("ascii", "backslashreplace"), as_value(value)) for name, value in headers.items()]
+
+
+def as_value(text: str) -> bytes:
+    """A header's value: what does not fit is written as escapes, and no line end gets through."""
+    if text.isascii() and text.isprintable():
+        return text.encode()
+    return text.encode("ascii", "backslashreplace").replace(b"\n", b" ").replace(b"\r", b" ")
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: list[Header], content_type: bytes = _JSON) -> None:
@@ -91,6 +95,8 @@ async def send_error(send: Send, error: RouterError, headers: Mapping[str, str] 
 
 class Watch:
     """Cancels the task that made it when the caller hangs up. Use as a context manager around the answer."""
+
+    __slots__ = ("_over", "_receive", "_task", "_timer", "_watcher", "gone")
 
     def __init__(self, receive: Receive) -> None:
         self.gone = False

@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
-from redis.asyncio import Redis
 
 from router.limit_window import BUCKET_S, BUCKETS, LIMITS, NEVER_S, UNKNOWN_WAIT_S, Full, Limited, Taken
 from router.redis_line import Away, Line
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
 
 LEASE_S = 30.0
 FAILURES = 3

@@ -8,19 +8,21 @@ is away the process's own counters decide alone. A tenant without limits costs n
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
-
-from redis.asyncio import Redis
+from typing import TYPE_CHECKING, Any
 
 from router.errors import TooManyRequests
 from router.limit_redis import LEASE_S, Shared
 from router.limit_window import Full, Limited, Taken, Window, reserve
 from router.redis_line import Away, client
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
 
 _SENTENCES = {
     "rpm_limit": "{limit} requests per minute",
@@ -62,6 +64,8 @@ class Limits:
         self._shared = Shared(redis, timeout, clock) if redis is not None else None
         self._windows: dict[str, Window] = {}
         self._running: dict[str, set[Grant]] = {}
+        self._ids = map(f"{secrets.token_hex(8)}-{{:x}}".format, itertools.count())
+        """Names of grants: this process's own, and a number, which costs no system call."""
         self._owed: dict[tuple[str, int], tuple[float, float]] = {}
         """Money Redis was not told of, by tenant and period, with the seconds it must be kept."""
         self._renewal: asyncio.Task[None] | None = None
@@ -106,7 +110,7 @@ class Limits:
         taken = window.take(tenant, self._clock(), tokens, cost)
         if isinstance(taken, Full):
             raise _refusal(tenant, taken)
-        grant = Grant(tenant, secrets.token_hex(8), tokens, cost, taken)
+        grant = Grant(tenant, next(self._ids), tokens, cost, taken)
         self._running.setdefault(tenant.name, set()).add(grant)
         if self._shared is not None and self._shared.up:
             asked = self._shared.admit(tenant, grant.id, tokens, cost)

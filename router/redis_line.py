@@ -2,20 +2,18 @@
 
 Commands that come while others are under way go out together, so a busy router pays one write and one read for many,
 and a caller who hangs up cancels only its own waiting: replies never get out of step. A batch that fails or is late
-takes the connection with it.
+takes the connection with it. redis-py is imported when it is used: a router that counts alone never pays for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from redis.asyncio.connection import AbstractConnection
 
 CONNECT_S = 1.0
 """Bound on connecting ahead of time; no request waits so long."""
@@ -30,6 +28,10 @@ class Away(Exception):
 
 def client(url: str) -> Redis:
     """A client whose commands are not retried behind our back; `Line` and probes bound their time."""
+    from redis.asyncio import BlockingConnectionPool, Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=4,
@@ -55,6 +57,9 @@ class Line:
         failed: Callable[[Exception], None],
     ) -> None:
         """`timeout`: seconds for a batch. `scripts` are loaded on connecting. The callbacks run once per batch."""
+        from redis.exceptions import RedisError
+
+        self._faults = (RedisError, OSError, TimeoutError)
         self._redis = redis
         self._timeout = timeout
         self._scripts = scripts
@@ -83,7 +88,7 @@ class Line:
                 async with asyncio.timeout(self._timeout):
                     await connection.send_command("PING")
                     await connection.read_response()
-        except (RedisError, OSError, TimeoutError) as error:
+        except self._faults as error:
             await self._drop()
             raise Away(str(error)) from error
 
@@ -113,7 +118,7 @@ class Line:
                     answer = read(await connection.read_response())
                     if not future.done():
                         future.set_result(answer)
-        except (RedisError, OSError, TimeoutError) as error:
+        except self._faults as error:
             await self._drop()
             self._failed(error)
         else:

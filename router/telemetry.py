@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, Literal, TextIO
 
 import msgspec
 import structlog
+
+from router.log_lines import Sink
 
 Outcome = Literal["ok", "refused", "error", "cut", "abandoned"]
 OUTCOMES: dict[Outcome, str] = {
@@ -286,18 +291,40 @@ def _escaped(text: str) -> str:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIELDS: Sequence[str] = tuple(f.name for f in fields(Event))
+_values = attrgetter(*_FIELDS)
+_MILLISECONDS = tuple(name for name in _FIELDS if name.endswith("_ms"))
 _log = structlog.get_logger("twolane.request")
 
 
 def log_request(event: Event) -> None:
     """Write the one event of a finished request: `warning` where something failed, else `info`."""
-    told: dict[str, Any] = {}
-    for name in _FIELDS:
-        value = getattr(event, name)
-        if value is not None:
-            told[name] = round(value, 3) if isinstance(value, float) else value
     failed = event.outcome in ("error", "cut")
-    (_log.warning if failed else _log.info)("request", **told)
+    sink = structlog.get_config()["logger_factory"]
+    if not isinstance(sink, Sink) or sink.requests is None:
+        (_log.warning if failed else _log.info)("request", **_told(event))
+    elif sink.level <= (logging.WARNING if failed else logging.INFO):
+        sink.requests.add((event, "warning" if failed else "info", time.time()))
+
+
+def flush_requests() -> None:
+    """Write the events that are held to be written together; for whoever closes the loop."""
+    sink = structlog.get_config()["logger_factory"]
+    if isinstance(sink, Sink) and sink.requests is not None:
+        sink.requests.flush()
+
+
+def _line(entry: tuple[Event, str, float]) -> bytes:
+    event, level, at = entry
+    head = {"event": "request", "level": level, "timestamp": datetime.fromtimestamp(at, UTC)}
+    return msgspec.json.encode(head | _told(event))
+
+
+def _told(event: Event) -> dict[str, Any]:
+    told = {name: value for name, value in zip(_FIELDS, _values(event), strict=True) if value is not None}
+    for name in _MILLISECONDS:
+        if name in told:
+            told[name] = round(told[name], 3)
+    return told
 
 
 def as_dict(event: Event) -> dict[str, Any]:
@@ -324,7 +351,7 @@ def configure_logging(
     structlog.configure(
         processors=[*shared, *failures, render],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=Sink(out, number, _line if json else None),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(out)

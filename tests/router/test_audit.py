@@ -346,3 +346,14 @@ def test_disk_full_from_the_start(tmp_path: Path) -> None:
     assert promised(said, "ended") <= ended
     assert promised(said, "refused")
     holds(tmp_path)
+
+
+async def test_more_than_a_commit_holds(tmp_path: Path) -> None:
+    """Records that nobody waits for are written in the order they came, however many are held at once."""
+    async with opened(tmp_path) as audit:
+        for n in range(600):
+            await audit.outcome(call(f"dec_{n}", tenant("lab", regulated=False)), decision(), outcome())
+    ids = [r.body["id"] for r in records(tmp_path, "lab") if r.body["kind"] == "outcome"]
+    assert ids == [f"dec_{n}" for n in range(600)]
+    assert audit.lost == 0
+    holds(tmp_path, "lab")

@@ -326,3 +326,39 @@ async def test_regulated_answers_are_recorded_or_not_given(tmp_path: Path, up: U
         refused = await door.post(model="m", stream=stream)
         assert (refused.status, refused.error["code"]) == (503, "audit_unavailable")
     assert len(up.seen) == 1
+
+
+async def test_only_a_stream_shows_a_first_token(tmp_path: Path, up: Upstream) -> None:
+    """The time to the first token is told of streams; a plain answer, which shows none, teaches and tells none."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        return await seen.stream(chunk("said", "stop", usage=PLAIN["usage"]))
+
+    up.answers["s"] = answer
+    async with router(tmp_path, {"model_list": [deployment("m", up), deployment("s", up)]}) as door:
+        told = []
+        for model in ("m", "s"):
+            got = await door.post(model=model, stream=model == "s")
+            told.append((await door.get(f"/v1/decisions/{got.headers['x-twolane-decision']}")).json["happened"])
+    assert told[0]["ttft_ms"] is None
+    assert 0 < told[1]["ttft_ms"] <= told[1]["total_ms"]
+
+
+async def test_calls_sent_together_keep_to_the_budget(tmp_path: Path, up: Upstream) -> None:
+    """Money is reserved before a call runs: of calls sent at once only as many run as the budget can pay for."""
+
+    async def slow(seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return plain()
+
+    up.answers["m"] = slow
+    config = {
+        "model_list": [deployment("m", up, input_cost_per_token=0.0, output_cost_per_token=0.01)],
+        "tenants": [{"name": "a", "key": KEY, "max_budget": 0.25}],
+    }
+    async with router(tmp_path, config) as door:
+        got = await asyncio.gather(*(door.post(model="m", max_tokens=10) for _ in range(6)))
+        later = await door.post(model="m", max_tokens=10)
+    assert sorted(g.status for g in got) == [200, 200, 429, 429, 429, 429]
+    assert {g.error["code"] for g in got if g.status == 429} == {"insufficient_quota"}
+    assert later.status == 200, "what was reserved and not used is given back"
