@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -83,6 +84,7 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
             assert '"error"' not in done.stdout, f"{command}: {done.stdout}"
             if command == "make demo":
                 assert_demo(done.stdout)
+        assert_text_answers_without_the_cache_worker(f"http://127.0.0.1:{port}")
     finally:
         os.killpg(run.pid, signal.SIGTERM)
         run.wait(timeout=60)
@@ -97,6 +99,27 @@ def assert_demo(shown: str) -> None:
     assert lanes["assistant", "bank"] == "text"
     assert lanes["reader", "lab"] == "cache"
     assert sum(int(row[4].split("/")[0]) > 0 for row in rows if "/" in row[4]) >= len(rows) // 2
+
+
+def assert_text_answers_without_the_cache_worker(base: str) -> None:
+    """Killed, the cache lane's worker is missed by nobody whom policy allows text; then it is back."""
+    ask = {"model": "assistant", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+
+    def lane() -> str:
+        answer = httpx.post(
+            f"{base}/v1/chat/completions", json=ask, headers={"authorization": "Bearer sk-lab"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-twolane-transport"]
+
+    assert lane() == "cache"
+    workers = {w["name"]: w for w in httpx.get(f"{base}/admin/workers").json()["data"]}
+    os.kill(workers["cache"]["pid"], signal.SIGKILL)
+    assert lane() == "text"
+    deadline = time.monotonic() + 120
+    while lane() != "cache":
+        assert time.monotonic() < deadline
+        time.sleep(1)
 
 
 def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

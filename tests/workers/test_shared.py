@@ -7,9 +7,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.workers.kvlab import BLOCK, files, get, put, random_kv, same
 from workers.config import RedisConfig, StoreConfig
@@ -196,6 +198,49 @@ def test_a_shared_place_that_is_gone_costs_nothing_but_its_hits(server: Embedded
         assert one.counters.get("disk_errors", tier="shared") > 0
         (tmp_path / "shared").unlink()
         (tmp_path / "away").rename(tmp_path / "shared")
+
+
+class Flaky(MemoryFileSystem):  # type: ignore[misc]
+    """A place whose every call fails while `broken`, as one behind a network does."""
+
+    protocol = "flaky"
+    broken = False
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        if Flaky.broken:
+            raise ConnectionResetError("flaky://user:secret@host")
+        return super().open(*args, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        if Flaky.broken:
+            raise ConnectionResetError("flaky://user:secret@host")
+        return super().cat_file(*args, **kwargs)
+
+
+def test_a_place_that_fails_for_a_while_loses_nothing(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it fails finds miss, saves are dropped and counted, no entry is forgotten and no secret is logged; then it
+    serves as before."""
+    monkeypatch.setenv(KEY_VARIABLE, secrets.token_hex(32))
+    monkeypatch.setattr(Flaky, "broken", False)
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    place = f"flaky://{secrets.token_hex(8)}"
+    with machine(None, server.url, place, ram_bytes=0) as store:
+        put(store, range(40), random_kv(40))
+        monkeypatch.setattr(Flaky, "broken", True)
+        for _ in range(5):
+            assert get(store, range(40)) is None
+        put(store, range(100, 140), random_kv(40, 1))
+        assert store.counters.get("disk_errors", tier="shared") >= 4
+        assert store.counters.get("missing") + store.counters.get("corrupt") == 0
+        monkeypatch.setattr(Flaky, "broken", False)
+        assert wait_for(lambda: get(store, range(40)) is not None)
+        assert same(get(store, range(40)), random_kv(40))
+        put(store, range(100, 140), random_kv(40, 1))
+        assert same(get(store, range(100, 140)), random_kv(40, 1))
+        assert store.counters.get("failed") == 0
+    assert "secret@" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "xyz", "ab" * 31, "ab" * 33])
