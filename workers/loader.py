@@ -28,6 +28,7 @@ from torch import nn
 from workers.config import ModelConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import KVShape
+from workers.packed import packed_tensors
 
 WEIGHTS = ("*.safetensors",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -259,7 +260,7 @@ def truncate(full: Loaded, layers: tuple[int, ...]) -> Loaded:
     count = full.shape.layers
     if not layers or any(not 0 <= i < count for i in layers):
         raise LoadFailed(f"{full.source}: layers {layers} are not all among 0..{count - 1}")
-    shared = {id(t): t for t in (*full.model.parameters(), *full.model.buffers())}
+    shared = {id(t): t for t in (*full.model.parameters(), *full.model.buffers(), *packed_tensors(full.model))}
     model: Any = copy.deepcopy(full.model, shared)
     decoder = model.get_decoder()
     # Layers are copied one by one: a layer that appears twice must carry two indices.

@@ -36,6 +36,11 @@ class PackedLinear(nn.Module):
         return out.reshape(*x.shape[:-1], self.out_features)
 
 
+def packed_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What a copy of the model must share, since oneDNN's layout cannot be copied."""
+    return [m._packed for m in model.modules() if isinstance(m, PackedLinear)]
+
+
 class Packer:
     """Packs models in place; models that share weights share the packed ones."""
 

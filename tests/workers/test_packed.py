@@ -41,3 +41,13 @@ def test_a_packed_model_generates_the_same(tiny_folder: object) -> None:
     packed = Loader("cpu").load(ModelConfig(model=str(tiny_folder)))
     assert Packer().pack(packed.model) > 0
     assert generate(packed, some_ids(20), 12) == generate(plain, some_ids(20), 12)
+
+
+def test_a_model_already_packed_can_be_truncated(tiny_folder: object) -> None:
+    """A receiver is cut out of a model that runs already: same tokens as cut out of an untouched one."""
+    cut = ModelConfig(model=str(tiny_folder), layers=(0, 2))
+    loader = Loader("cpu")
+    full = loader.load(ModelConfig(model=str(tiny_folder)))
+    Packer().pack(full.model)
+    late, early = loader.load(cut), Loader("cpu").load(cut)
+    assert generate(late, some_ids(20), 8) == generate(early, some_ids(20), 8)
