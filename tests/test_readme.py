@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -103,9 +104,12 @@ def assert_demo(shown: str) -> None:
 
 def assert_text_answers_without_the_cache_worker(base: str) -> None:
     """Killed, the cache lane's worker is missed by nobody whom policy allows text; then it is back."""
-    ask = {"model": "assistant", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    asked = itertools.count()
 
     def lane() -> str:
+        # Each time another conversation: one that has begun stays where it is.
+        hello = [{"role": "user", "content": f"Hello, for the time number {next(asked)}!"}]
+        ask = {"model": "assistant", "messages": hello, "max_tokens": 4}
         answer = httpx.post(
             f"{base}/v1/chat/completions", json=ask, headers={"authorization": "Bearer sk-lab"}, timeout=60
         )
