@@ -276,13 +276,20 @@ class Engine:
                 job = self._inbox.get(block=block)
             except queue.Empty:
                 return
-            if job is not None:
+            if job is None:
+                continue
+            if job.cancelled:
+                # Its caller left while it lay in the inbox; it may be forgotten already, and must not begin.
+                self._forget(job)
+            else:
                 self._waiting.append(job)
 
     def _drop_ended(self) -> None:
         """Free what belongs to jobs that were cancelled or whose time ran out."""
         now = time.monotonic()
-        for job in list(self._open):
+        with self._lock:
+            known = list(self._open)
+        for job in known:
             if job.request.deadline is not None and now > job.request.deadline and not job.cancelled:
                 self._fail(job, DeadlineExceeded("the answer was not complete in the time the caller allowed"))
             if job.cancelled:
@@ -401,9 +408,10 @@ class Engine:
             job.runtime.keep_answer(ids, batch.rows.kv(row, 0, len(ids)), job.request.keep)
         batch.remove(row)
         if not job.open:
-            job.request.emit(Done(len(job.request.prompt), job.completion_tokens, self._account(job)))
+            # Its place is free before its caller hears so and asks again.
             with self._lock:
                 self._open.discard(job)
+            job.request.emit(Done(len(job.request.prompt), job.completion_tokens, self._account(job)))
 
     def _account(self, job: Job) -> Run:
         now = time.monotonic()

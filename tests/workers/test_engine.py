@@ -142,6 +142,19 @@ def test_cancel_frees_the_place_and_falls_silent(engine: Engine) -> None:
     assert engine.load() == (0, 0)
 
 
+def test_a_request_cancelled_before_the_engine_took_it_never_begins(tiny: Loaded) -> None:
+    """Forgotten while it still lay in the inbox, it takes no place and emits nothing; the next one is served."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=1, max_queued=1, threads=1)
+    gone = Asked(engine, some_ids(5), max_tokens=1900)
+    gone.job.cancel()
+    engine._drop_ended()
+    engine.start()
+    assert Asked(engine, some_ids(5)).text()
+    assert gone.events.empty()
+    assert engine.load() == (0, 0)
+    engine.close()
+
+
 def test_a_full_queue_refuses(tiny: Loaded) -> None:
     """What goes beyond places and queue is refused at once."""
     engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=1, max_queued=2, threads=1)
