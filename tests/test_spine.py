@@ -110,20 +110,22 @@ def test_the_plain_openai_client_gets_the_same_text_on_both_lanes_streamed_and_n
     [
         ("lab", "cache", "fused", "cache_preferred"),
         ("bank", "text", "alone", "regulated_text_only"),
-        ("hasty", "cache", "fused", "budget_missed"),
+        # What fits no budget goes to whatever is predicted to be fastest: which that is, is not for a test to say.
+        ("hasty", None, None, "budget_missed"),
     ],
 )
 def test_policy_chooses_the_lane_and_the_headers_say_why(
-    router: Router, tenant: str, lane: str, deployment: str, reason: str
+    router: Router, tenant: str, lane: str | None, deployment: str | None, reason: str
 ) -> None:
     """The same call as three tenants: lane, deployment and reason, before and after."""
     with client(router, tenant) as as_tenant:
         before = as_tenant.decide(model="assistant", messages=HELLO)
         answer = as_tenant.chat.completions.create(model="assistant", **ASK)
         got = lane_of(answer)
-        assert (got.transport, got.reason) == (lane, reason)
-        if tenant != "hasty":
-            assert got.deployment == deployment == before.chosen
+        assert got.reason == before.reason == reason
+        if lane is not None:
+            assert (got.transport, got.deployment) == (lane, deployment)
+            assert before.chosen == deployment
         after = as_tenant.decision(got.decision)
         assert after.chosen == got.deployment
 
