@@ -36,6 +36,7 @@ class Commands(click.Group):
         "audit": "router.audit_cli:audit_commands",
         "kv": "router.kv_cli:kv_commands",
         "pair": "router.pair_cli:pair_commands",
+        "policy": "router.policy_cli:policy_commands",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
