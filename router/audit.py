@@ -267,7 +267,7 @@ def _request(call: Call) -> bytes:
 
 
 def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
-    """What was asked, under which policy, and what was decided with all verdicts."""
+    """What was asked, under which policy, and what was decided with all verdicts, first and afterwards."""
     asked = {
         "path": call.path,
         "model": call.model,
@@ -279,6 +279,9 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
     }
     if decision is not None:
         asked |= {"chosen": decision.chosen, "decision": decision}
+    later = [decided for _, decided in call.decided[1:]]
+    if later:
+        asked["later"] = later
     return asked
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from policies.facts import Hint
+from policies.facts import Decision, Facts, Hint
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
@@ -38,6 +38,9 @@ class Call:
     """On the `perf_counter` clock; None where the caller set no bound."""
     headers: dict[str, str] = field(default_factory=dict)
     """Caller's headers that concern policy (session, tags), lower case; never credentials."""
+    decided: list[tuple[Facts, Decision]] = field(default_factory=list)
+    """All that was decided for this request, in order: for the group asked for, its fallback groups, a relay's halves.
+    A copy made by `replace` shares it."""
 
 
 @dataclass(slots=True)

@@ -86,6 +86,7 @@ class Dispatcher:
         course = Course(call)
         try:
             course.facts, course.decision = self.decide(call)
+            call.decided.append((course.facts, course.decision))
             refused = refusal(course.decision)
             if refused is not None and not fallbacks.after(self.settings.routing, course.decision.model, refused):
                 raise refused
@@ -104,6 +105,7 @@ class Dispatcher:
         course = Course(call)
         course.facts = self._facts(call, call.model, relayed=True)
         course.decision = decide(call.tenant.policy, course.facts)
+        call.decided.append((course.facts, course.decision))
         reply = await self._run(course, refusal(course.decision), relayed=True)
         if course.deployment is not None:
             self.health.succeeded(course.deployment)
@@ -178,6 +180,7 @@ class Dispatcher:
             call = replace(course.call, model=model)
             facts = self._facts(call, model)
             decision = decide(call.tenant.policy, facts)
+            call.decided.append((facts, decision))
             if decision.ranked:
                 course.facts = facts
                 return group, call, decision
