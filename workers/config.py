@@ -76,6 +76,33 @@ class ModelConfig(Config):
     """Keep only these decoder layers, in this order (a truncated receiver); None keeps all."""
 
 
+class Probation(Config):
+    """How a demoted pair comes back."""
+
+    share: float = Field(0.05, gt=0, le=1)
+    """Of the requests that could take the pair, so many may."""
+    samples: int = Field(20, ge=1)
+    """Answers without an alarm after which the pair is back in full."""
+
+
+class DemotionLimits(Config):
+    """Beyond these a pair is taken out by the router; null leaves a figure unwatched."""
+
+    min_agreement: float | None = Field(0.2, ge=0, le=1)
+    """Least mean token F1 between the pair's answers and the text route's."""
+    max_harm: float | None = Field(0.1, ge=0, le=1)
+    """Largest share of sampled answers that are wrong where the text route's is right."""
+    max_drift: float | None = Field(0.15, ge=0, le=1)
+    """Largest mean distance from what the pair's report promises."""
+    max_errors: float | None = Field(0.2, ge=0, le=1)
+    """Largest share of requests that fail on the pair."""
+    patience: float = Field(1000, ge=20)
+    """Samples between two false alarms, on average at least, of a pair that keeps just within a limit."""
+    rest: Span = 300.0
+    """Seconds before probation after the first demotion; each further one doubles them, up to a day."""
+    probation: Probation = Probation()
+
+
 class PairConfig(Config):
     """Sharer, receiver and the fuser between them."""
 
@@ -87,6 +114,8 @@ class PairConfig(Config):
     mode: Literal["fuse", "handover"] | None = None
     """None takes what the fuser's own folder says."""
     scope: Literal["prompt", "context"] | None = None
+    demotion: DemotionLimits = DemotionLimits()
+    """Read by the router."""
 
 
 class WorkerConfig(Config):
