@@ -91,6 +91,8 @@ class Request:
     keep: Keep | None = None
     deadline: float | None = None
     """On the `time.monotonic` clock."""
+    tell_tokens: bool = False
+    """Have the answer's token ids in its `Run`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +111,10 @@ class Job:
     open: int = 0
     """Choices still running."""
     completion_tokens: int = 0
+    beside: int = 0
+    """Most other answers in a step that this one had part in."""
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By choice, once it has ended."""
 
     def cancel(self) -> None:
         """Free what the job holds within one step; no further event is emitted."""
@@ -168,8 +174,11 @@ class Engine:
         max_queued: int = 64,
         threads: int | None = None,
         pack: bool = True,
+        numerics: str = "",
     ) -> None:
+        """`numerics` says what decides low bits here, for the record."""
         self.runtimes = runtimes
+        self.numerics = numerics
         self.max_running, self.max_queued = max_running, max_queued
         self.rates = Meter()
         self.beat = time.monotonic()
@@ -370,8 +379,10 @@ class Engine:
         took = time.perf_counter() - began
         for name in {c.job.runtime.name for c in batch.choices}:
             self.rates.wrote(name, took)
+        beside = len(batch.choices) - 1
         for row, choice in reversed(list(enumerate(batch.choices))):
             sampler = choice.sampler
+            choice.job.beside = max(choice.job.beside, beside)
             # Rows go from the last to the first: what moves into a freed row has had its turn.
             chosen = sampler.record(likeliest[row]) if sampler.sampling.greedy else sampler.choose(logits[row])
             if self._deliver(choice, chosen):
@@ -403,6 +414,7 @@ class Engine:
         choice = batch.choices[row]
         job = choice.job
         job.open -= 1
+        job.tokens[choice.index] = tuple(choice.tokens)
         if job.request.keep is not None and job.request.sampling.n == 1:
             # The last token was chosen but not read: its KV does not exist.
             ids = (*job.request.prompt.ids, *choice.tokens[:-1])
@@ -418,7 +430,8 @@ class Engine:
         now = time.monotonic()
         if job.prefilled is None:
             raise AssertionError("a job that ends has been read")
-        spent = job.prefilled.spent
+        spent, asked, keep = job.prefilled.spent, job.request.sampling, job.request.keep
+        changed = spent.change
         return Run(
             queue_ms=(job.began - job.submitted) * 1e3,
             prefill_ms=(job.first - job.began) * 1e3,
@@ -428,5 +441,19 @@ class Engine:
             reused_tokens=spent.reused,
             fingerprint=job.runtime.fingerprint,
             gates_open=spent.gates_open,
-            change=spent.change,
+            change=changed.mean if changed else 0.0,
+            gates=spent.gates,
+            change_k=_short(changed.keys) if changed else (),
+            change_v=_short(changed.values) if changed else (),
+            kv_read=tuple(keep.read) if keep else (),
+            kv_written=tuple(keep.written) if keep else (),
+            digests=job.runtime.digests,
+            numerics=self.numerics,
+            seed=asked.seed if asked.temperature else None,
+            beside=job.beside,
+            tokens=tuple(job.tokens[i] for i in range(asked.n)) if job.request.tell_tokens else (),
         )
+
+
+def _short(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple([round(ratio, 4) for ratio in ratios])

@@ -50,6 +50,10 @@ class Holdings:
         self.loading = True
 
     @property
+    def device(self) -> torch.device:
+        return self._loader.device
+
+    @property
     def models(self) -> tuple[ModelState, ...]:
         return tuple(self._models.values())
 

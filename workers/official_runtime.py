@@ -26,7 +26,7 @@ from workers.fusers.c2c import Official
 from workers.keys import Space
 from workers.loader import Loaded
 from workers.prompt import Message, Prompt, plain_messages, refuse_control_tokens
-from workers.runtime import Keep, Prefilled, Spent, Steps, relative_change
+from workers.runtime import Changed, Keep, Prefilled, Spent, Steps, changes, pair_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class AlignedPair:
             scope="prompt",
             recipe=official.recipe,
         )
+        self.digests = pair_digests(sharer, receiver, official.fuser)
         self._sharer = sharer
         self._aligner = Aligner(receiver.tokenizer, sharer.tokenizer, official.strategy)
         self._chunk = chunk
@@ -88,12 +89,13 @@ class AlignedPair:
         aligned = prompt.aligned
         if aligned is None:
             raise BadPrompt(f"pair {self.name} reads chats only")
-        spent, last = Spent(gates_open=self.fuser.change().gates_open), len(aligned.parts) - 1
+        fuser, last = self.fuser.change(), len(aligned.parts) - 1
+        spent = Spent(gates_open=fuser.gates_open, gates=fuser.gates)
         ours, theirs = receiver_track(aligned), sharer_track(aligned)
         fused = [i for i, part in enumerate(aligned.parts) if part.kind == "message" and i < last]
         target = _room(self.decoder, len(ours.ids))
         source = _room(self._sharer, theirs.ends[fused[-1]] if fused else 0)
-        changes: list[tuple[int, float]] = []
+        changed: list[tuple[int, torch.Tensor]] = []
         for part in range(last):
             yield from self._read(self.decoder, target, ours, ours.ends[part], spent)
             if fused and part <= fused[-1]:
@@ -101,12 +103,11 @@ class AlignedPair:
                 yield from self._read(self._sharer, source, theirs, theirs.ends[part], spent)
                 spent.sharer_s += spent.compute_s - began
             if part in fused:
-                changes.append(self._fuse(target, source, ours, theirs, part, spent))
+                changed.append(self._fuse(target, source, ours, theirs, part, spent))
                 yield
         logits = yield from self._read(self.decoder, target, ours, len(ours.ids), spent)
         spent.computed_tokens = len(ours.ids)
-        slots = sum(n for n, _ in changes)
-        spent.change = sum(n * change for n, change in changes) / slots if slots else 0.0
+        spent.change = Changed.of(changed) if changed else None
         return Prefilled(target.kv(), logits, spent)
 
     def _read(self, model: Loaded, into: Sequence, track: Track, stop: int, spent: Spent) -> Steps[torch.Tensor]:
@@ -131,13 +132,13 @@ class AlignedPair:
 
     def _fuse(
         self, target: Sequence, source: Sequence, ours: Track, theirs: Track, part: int, spent: Spent
-    ) -> tuple[int, float]:
-        """Fuse one part that both have just read. Returns its slots and the size of the change."""
+    ) -> tuple[int, torch.Tensor]:
+        """Fuse one part that both have just read. Returns its slots and the size of the change by layer."""
         clock = time.perf_counter()
         start, stop = ours.start(part), ours.ends[part]
         own = target.kv(start, stop)
         projected = self.fuser.project(source.kv(theirs.start(part), theirs.ends[part]), own, ours.positions[start])
-        change = relative_change(projected, own)
+        change = changes(projected, own)
         target.overwrite(start, projected)
         spent.fuse_s += time.perf_counter() - clock
         return stop - start, change

@@ -22,6 +22,8 @@ KV_ENCRYPT = "x-twolane-kv-encrypt"
 """Request: `1` has the tenant's stored KV encrypted at rest."""
 DEADLINE_MS = "x-twolane-deadline-ms"
 """Request: after so many milliseconds the answer is worth nothing; the worker gives up."""
+RECORD = "x-twolane-record"
+"""Request: `1` has the answer's token ids told in `Run.tokens`, for a record that keeps texts."""
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,8 +41,24 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of receiver layers whose K or V gate is open."""
     change: float = 0.0
     """Mean over layers of ‖fused − own‖ / ‖own‖; 0 where nothing was fused."""
+    gates: str = ""
+    """By receiver layer: `B` both gates open, `K` or `V` one, `-` none; empty where the fuser has no gates."""
+    change_k: tuple[float, ...] = ()
+    """By receiver layer: ‖fused − own‖ / ‖own‖ of the keys; empty where nothing was fused beside the receiver's own."""
+    change_v: tuple[float, ...] = ()
     kv_read: tuple[str, ...] = ()
+    """Stored KV that was used, as `role:digest:tokens`; the digest is keyed by the tenant's secret."""
     kv_written: tuple[str, ...] = ()
+    digests: dict[str, str] = {}
+    """What the fingerprint is made of: `model`, or `sharer`, `receiver`, `fuser`; and `template`."""
+    numerics: str = ""
+    """What else decides low bits: library, device, threads, chunk; parts joined by commas."""
+    seed: int | None = None
+    """Of the random choice of tokens, the caller's or drawn here; None where nothing was random."""
+    beside: int = 0
+    """Most other answers that were decoded together with this one."""
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """Token ids by choice, where RECORD asked for them: content, never to be kept in clear."""
 
 
 class ModelState(msgspec.Struct, frozen=True):

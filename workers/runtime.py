@@ -39,11 +39,35 @@ Steps = Generator[None, None, T]
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Under which tenant KV may be found and stored, and within what bounds."""
+    """Under which tenant KV may be found and stored, within what bounds, and what was: one for each request."""
 
     scope: Scope
     ttl: float
     max_bytes: int
+    read: list[str] = field(default_factory=list, compare=False)
+    """Artefacts that were used, as `role:digest:tokens`."""
+    written: list[str] = field(default_factory=list, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """How far fusing moved the receiver's own KV, by layer: ‖fused − own‖₂ / ‖own‖₂."""
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over layers, K and V."""
+        both = (*self.keys, *self.values)
+        return sum(both) / len(both)
+
+    @classmethod
+    def of(cls, parts: Listing[tuple[int, torch.Tensor]]) -> Changed:
+        """Mean of `changes` over parts with weights. One transfer to the host."""
+        total = sum(weight for weight, _ in parts)
+        keys, values = sum(ratios * (weight / total) for weight, ratios in parts).tolist()  # type: ignore[union-attr]
+        return cls(tuple(keys), tuple(values))
 
 
 @dataclass(slots=True)
@@ -56,8 +80,9 @@ class Spent:
     fuse_s: float = 0.0
     reused: int = 0
     gates_open: float = 1.0
-    change: float = 0.0
-    read: list[str] = field(default_factory=list)
+    gates: str = ""
+    change: Changed | None = None
+    """None where nothing was fused beside the receiver's own KV."""
 
 
 @dataclass(slots=True)
@@ -79,6 +104,8 @@ class Runtime(Protocol):
     """The model that answers: it decodes, and its tokenizer makes the prompt."""
     spaces: tuple[Space, ...]
     """Where its KV is stored."""
+    digests: dict[str, str]
+    """What its fingerprint is made of, part by part."""
 
     def chat(self, messages: Listing[Message]) -> Prompt:
         """OpenAI messages as it reads them. Raises BadPrompt."""
@@ -157,7 +184,10 @@ class Reader:
     def _load(self, store: KVStore, into: Sequence, ids: tuple[int, ...], keep: Keep, limit: int, tail: bool) -> None:
         hit = store.find(keep.scope, self.space, ids, limit=limit, tail=tail, role=self.role)
         if hit is not None and hit.tokens > into.seen:
-            store.load_into(hit, into, start=into.seen)
+            before = into.seen
+            length = store.load_into(hit, into, start=before)
+            if length > before:
+                keep.read.append(artefact(self.role, hit.ids[-(-length // hit.block) - 1], length))
 
     def settle(self, claim: Claim | None) -> None:
         """Let others go on."""
@@ -167,7 +197,7 @@ class Reader:
     def keep(self, ids: tuple[int, ...], kv: KVCache, keep: Keep | None, start: int, *, tail: bool = False) -> None:
         """Store whole blocks from `start` on, with `tail` all of it; returns at once."""
         if keep is not None and self.store is not None:
-            self.store.save(
+            last = self.store.save(
                 keep.scope,
                 self.space,
                 ids[: len(kv)],
@@ -178,6 +208,9 @@ class Reader:
                 tail=tail,
                 role=self.role,
             )
+            if last is not None:
+                whole = len(kv) if tail else len(kv) - len(kv) % self.store.block_tokens
+                keep.written.append(artefact(self.role, last, whole))
 
     def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
         """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one.
@@ -218,6 +251,7 @@ class Alone(OneTokenizer):
         self.decoder = loaded
         self.context = loaded.context
         self.fingerprint = fingerprint or loaded.fingerprint
+        self.digests = {"model": loaded.fingerprint, "template": loaded.digests.template[:16]}
         self._reader = Reader(loaded, store, chunk, role)
         self.spaces: tuple[Space, ...] = (self._reader.space,)
 
@@ -271,6 +305,7 @@ class Paired(OneTokenizer):
             scope=scope,
             recipe=recipe,
         )
+        self.digests = pair_digests(sharer, receiver, fuser)
         self._sharer = Reader(sharer, store, chunk, "source")
         self._receiver = Reader(receiver, store, chunk, "own")
         self._fused = Reader(receiver, store, chunk, "fused")
@@ -281,7 +316,8 @@ class Paired(OneTokenizer):
         spent, ids = Spent(), prompt.ids
         shared = self._shared(prompt)
         target = self._receiver.sequence(len(ids))
-        spent.gates_open = self.fuser.change().gates_open
+        fuser = self.fuser.change()
+        spent.gates_open, spent.gates = fuser.gates_open, fuser.gates
         # With its tail: a context that was shared before needs no sharer, whatever its length.
         claim = yield from self._fused.recall(target, ids[:shared], keep, shared, tail=True)
         try:
@@ -323,7 +359,7 @@ class Paired(OneTokenizer):
         clock = time.perf_counter()
         projected = self.fuser.project(source.slice(start, len(ids)), own, start)
         if own is not None:
-            spent.change = relative_change(projected, own)
+            spent.change = Changed.of([(1, changes(projected, own))])
         target.put(projected)
         spent.fuse_s = time.perf_counter() - clock
         self._fused.keep(ids, target.kv(), keep, start, tail=True)
@@ -344,13 +380,28 @@ class Paired(OneTokenizer):
         return sequence.kv(), reused
 
 
-def relative_change(fused: KVCache, own: KVCache) -> float:
-    """Mean over layers and K, V of ‖fused − own‖₂ / ‖own‖₂. One transfer to the host, after all layers."""
+def pair_digests(sharer: Loaded, receiver: Loaded, fuser: Fuser) -> dict[str, str]:
+    """By part, shortened: tells which of them changed when a fingerprint did."""
+    return {
+        "sharer": sharer.fingerprint,
+        "receiver": receiver.fingerprint,
+        "fuser": f"{fuser.kind}:{fuser.digest[:16]}",
+        "template": receiver.digests.template[:16],
+    }
+
+
+def artefact(role: str, digest: bytes, tokens: int) -> str:
+    """How a stretch of stored KV is named in a record."""
+    return f"{role}:{digest.hex()}:{tokens}"
+
+
+def changes(fused: KVCache, own: KVCache) -> torch.Tensor:
+    """‖fused − own‖₂ / ‖own‖₂ as (K|V, layers), on the device."""
     ratios = [
         (f - o).float().norm() / o.float().norm().clamp_min(1e-12)
         for f, o in zip((*fused.keys, *fused.values), (*own.keys, *own.values), strict=True)
     ]
-    return float(torch.stack(ratios).mean())
+    return torch.stack(ratios).view(2, -1)
 
 
 def require_room(prompt: Prompt, context: int, max_tokens: int | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -148,6 +149,7 @@ class Worker:
             emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
             keep=self._keep(http),
             deadline=None if deadline is None else time.monotonic() + _number(deadline, protocol.DEADLINE_MS) / 1e3,
+            tell_tokens=http.headers.get(protocol.RECORD) == "1",
         )
         job = self.engine.submit(request)
         started = await _or_hang_up(http, job, events)
@@ -332,6 +334,9 @@ def sampling_of(body: Body) -> Sampling:
         asked = body.top_logprobs or 0
     elif body.top_logprobs is not None:
         raise BadPrompt("top_logprobs needs logprobs: true")
+    if given.get("temperature") != 0.0:
+        # Drawn here and told in the answer's Run, so that any answer can be repeated. JSON keeps 53 bits everywhere.
+        given.setdefault("seed", secrets.randbits(53))
     return Sampling(
         **given,
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -340,6 +345,20 @@ def sampling_of(body: Body) -> Sampling:
         logprobs=asked,
         ignore_eos=body.ignore_eos,
     )
+
+
+def numerics(config: WorkerConfig, device: torch.device, codec: str) -> str:
+    """What decides the low bits of every answer here, beside weights and dtype, which the fingerprint covers."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    parts = (
+        f"torch {torch.__version__}",
+        f"{device.type} {where}",
+        f"threads {config.threads or torch.get_num_threads()}",
+        f"chunk {config.prefill_chunk}",
+        "packed" if config.pack else "unpacked",
+        f"kv {codec}",
+    )
+    return ", ".join(parts)
 
 
 async def beat(worker: Worker, registry: Registry, every: float) -> None:
@@ -398,6 +417,7 @@ def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None 
         max_queued=config.max_queued,
         threads=config.threads,
         pack=config.pack,
+        numerics=numerics(config, holdings.device, fleet.store.codec),
     )
     engine.start()
     worker = Worker(config, holdings, engine, url)

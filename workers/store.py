@@ -213,22 +213,25 @@ class KVStore:
         max_bytes: int | None = None,
         tail: bool = False,
         role: str = "",
-    ) -> None:
+    ) -> bytes | None:
         """Store the whole blocks of token_ids from `start` on. `kv` holds the KV of token_ids[0..] and is copied.
 
         `tail`: the unfull block at the end too, for who finds exactly these tokens. `ttl` in seconds from now;
-        `max_bytes` bounds all that the tenant has in each tier. Returns before anything is on disk.
+        `max_bytes` bounds all that the tenant has in each tier. Returns before anything is on disk: the id of the last
+        block, None where there was nothing to store.
         """
         if not self._keys.current(scope) or ttl <= 0:
-            return
+            return None
         try:
             known = min(len(token_ids), tokens_of(kv))
         except KVMismatch as error:
             self.counters.add("failed")
             _log.error("kv_not_stored", reason=str(error))
-            return
+            return None
         ids = self._ids(scope, space, token_ids[:known], tail=tail)
         at = max(min(start // self.block_tokens, len(ids)), self._shelve_again(scope, ids))
+        if at >= len(ids):
+            return None
         limit, expires = _NO_LIMIT if max_bytes is None else max_bytes, time.time() + ttl
         step = max(1, SEGMENT_TOKENS // self.block_tokens)
         while at < len(ids):
@@ -242,6 +245,7 @@ class KVStore:
             self._keep(segment)
             self._shelve(scope, segment)
             at = stop
+        return ids[-1]
 
     def claim(self, scope: Scope, space: Space, token_ids: Sequence[int], *, start: int) -> Claim | None:
         """Announce that this worker computes token_ids[start:], which are not stored; to be released by the caller.

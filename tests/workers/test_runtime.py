@@ -22,7 +22,7 @@ from workers.fusers.identity import IdentityFuser
 from workers.holdings import hold_pair
 from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
-from workers.runtime import Alone, Keep, Paired, Prefilled, Runtime, relative_change
+from workers.runtime import Alone, Changed, Keep, Paired, Prefilled, Runtime, changes
 from workers.sampling import Sampling
 from workers.store import KVStore
 
@@ -140,7 +140,8 @@ def test_the_official_fuser_through_the_engines_path_gives_the_golden_tokens() -
     torch.testing.assert_close(read.logits, expected["logits_last"].flatten(), rtol=1e-4, atol=1e-5)
     assert answer(pair, Prompt(ids, 0), 12) == expected["greedy_tokens"].flatten().tolist()
     assert 0 < read.spent.gates_open < 1
-    assert read.spent.change > 0
+    assert read.spent.change is not None
+    assert read.spent.change.mean > 0
 
 
 @pytest.mark.parametrize("needs_own", [False, True])
@@ -257,11 +258,14 @@ def test_a_pairs_fingerprint_covers_what_changes_answers(tiny: Loaded, other: Lo
 
 
 def test_the_size_of_the_change_is_relative_to_own() -> None:
-    """Twice the own KV is a change of one; the same KV is none."""
-    own = KVCache([torch.ones(1, 1, 2, 2)], [torch.ones(1, 1, 2, 2)])
-    twice = KVCache([own.keys[0] * 2], [own.values[0] * 2])
-    assert relative_change(twice, own) == pytest.approx(1.0)
-    assert relative_change(own, own) == 0.0
+    """Twice the own values are a change of one in the values of that layer; parts weigh by their tokens."""
+    one = torch.ones(1, 1, 2, 2)
+    own = KVCache([one, one], [one, one])
+    twice = KVCache([one, one], [one, one * 2])
+    assert Changed.of([(1, changes(twice, own))]) == Changed((0.0, 0.0), (0.0, 1.0))
+    mixed = Changed.of([(3, changes(twice, own)), (1, changes(own, own))])
+    assert mixed == Changed((0.0, 0.0), (0.0, 0.75))
+    assert mixed.mean == pytest.approx(0.75 / 4)
 
 
 def test_a_pair_of_unknown_fuser_is_refused_by_name(tiny_folder: Path, tmp_path: Path) -> None:

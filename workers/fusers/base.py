@@ -32,6 +32,8 @@ class Change:
     """Share of (layer, K|V) gates that are open."""
     relative: float
     """Mean over layers of ‖fused − own‖₂ / ‖own‖₂; 0 in handover, where there is no own."""
+    gates: str = ""
+    """By receiver layer: `B` both gates open, `K` or `V` one, `-` none; empty where the fuser has no gates."""
 
 
 @runtime_checkable

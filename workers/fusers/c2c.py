@@ -33,6 +33,8 @@ Fusion = Literal["sequential", "parallel"]
 Strategy = Literal["first", "longest"]
 KV = tuple[Tensor, Tensor]
 
+_MARKS = {(True, True): "B", (True, False): "K", (False, True): "V", (False, False): "-"}
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -123,7 +125,8 @@ class C2CFuser:
 
     def change(self) -> Change:
         gates = [gate for pair in self._open for gate in pair]
-        return Change(gates_open=sum(gates) / len(gates) if gates else 0.0, relative=0.0)
+        marks = "".join(_MARKS[pair] for pair in self._open)
+        return Change(gates_open=sum(gates) / len(gates) if gates else 0.0, relative=0.0, gates=marks)
 
 
 def _check(shape: ProjectorShape, layer: int, source: KV, own: KV) -> None:
