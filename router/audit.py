@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import structlog
 
-from policies.facts import Decision
+from policies.facts import Decision, Facts
+from router import policy_files
 from router.audit_chain import Chain, Content, Entry, control
 from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
 from router.call import Call, Usage
 from router.errors import Unrecorded
+from router.facts_record import pack_all
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
@@ -74,6 +76,8 @@ class _Job:
     """Bytes, about."""
     records: int = 1
     """Records missing from the chain if this one is not written."""
+    asker: Tenant | None = None
+    """Whose policy the record names by its digest."""
 
 
 class Audit:
@@ -100,6 +104,8 @@ class Audit:
         self._begun: set[str] = set()
         """Ids whose intent, and so whose request, is on record, and whose outcome is to come."""
         self._chains: dict[str, Chain] = {}
+        self._kept: set[str] = set()
+        """Digests of policies that lie in the folder. The thread's."""
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
@@ -134,8 +140,9 @@ class Audit:
     async def intent(self, call: Call, decision: Decision) -> None:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
-            entry = Entry("intent", _asked(call, decision), call.id, {"request": _request(call)}, "full")
-            await self._durable(entry, call.tenant.name)
+            body = partial(_with_facts, _asked(call, decision), _facts(call))
+            entry = Entry("intent", body, call.id, {"request": _request(call)}, "full")
+            await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
 
     async def outcome(self, call: Call, decision: Decision | None, outcome: Outcome) -> None:
@@ -146,7 +153,7 @@ class Audit:
         regulated = self.regulated(call.tenant)
         begun = call.id in self._begun
         self._begun.discard(call.id)
-        body = partial(_outcome, _asked(call, decision), outcome)
+        body = partial(_outcome, _asked(call, decision), _facts(call), outcome)
         keep: Content = "full" if regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
@@ -154,25 +161,32 @@ class Audit:
             texts = {name: text for name, text in content.items() if text is not None}
         entry = Entry("outcome", body, call.id, texts, keep)
         if regulated:
-            await self._durable(entry, call.tenant.name)
+            await self._durable(entry, call.tenant.name, call.tenant)
         else:
-            self._put(entry, call.tenant.name, None)
+            self._put(entry, call.tenant.name, None, asker=call.tenant)
 
     async def control(self, what: str, who: str, detail: dict[str, Any], tenant: str | None = None) -> None:
         """Something done to the router, or to one tenant's part of it. Durable on return; raises Unrecorded."""
         await self._durable(control(what, who, detail), tenant or ROUTER)
 
-    async def _durable(self, entry: Entry, tenant: str) -> None:
+    async def _durable(self, entry: Entry, tenant: str, asker: Tenant | None = None) -> None:
         done = self._loop.create_future()
-        self._put(entry, tenant, done)
+        self._put(entry, tenant, done, asker=asker)
         try:
             async with asyncio.timeout(self._patience):
                 await done
         except TimeoutError as error:
             raise _unrecorded(error) from error
 
-    def _put(self, entry: Entry, tenant: str, done: asyncio.Future[None] | None, records: int = 1) -> None:
-        job = _Job(tenant, entry, done, 1024 + sum(map(len, entry.content.values())), records)
+    def _put(
+        self,
+        entry: Entry,
+        tenant: str,
+        done: asyncio.Future[None] | None,
+        records: int = 1,
+        asker: Tenant | None = None,
+    ) -> None:
+        job = _Job(tenant, entry, done, 1024 + sum(map(len, entry.content.values())), records, asker)
         self._waiting += job.weight
         if self._thread is None:
             self._finish([(job, AuditError("the log is not open"))])
@@ -244,6 +258,7 @@ class Audit:
     def _write(self, tenant: str, jobs: list[_Job]) -> list[tuple[_Job, Exception | None]]:
         """One commit to one chain. What fails, fails for these jobs alone."""
         try:
+            self._keep_policies(jobs)
             if tenant not in self._chains:
                 self._chains[tenant] = Chain(self.root, tenant, self._signer, **self._options)
             errors = self._chains[tenant].append([job.entry for job in jobs])
@@ -253,6 +268,13 @@ class Audit:
         if failed:
             log.error("audit_write_failed", tenant=tenant, records=len(failed), error=str(failed[0]))
         return list(zip(jobs, errors, strict=True))
+
+    def _keep_policies(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            asker = job.asker
+            if asker is not None and asker.record and asker.digest not in self._kept:
+                policy_files.keep(self.root, asker.digest, asker.record)
+                self._kept.add(asker.digest)
 
 
 def _unrecorded(error: Exception) -> Unrecorded:
@@ -285,9 +307,18 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
     return asked
 
 
-def _outcome(asked: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
+def _facts(call: Call) -> list[Facts]:
+    return [facts for facts, _ in call.decided]
+
+
+def _with_facts(asked: dict[str, Any], facts: list[Facts]) -> dict[str, Any]:
+    """With what each decision was made from. Packed by the thread that writes, off the request's way."""
+    return asked | {"facts": pack_all(facts)} if facts else asked
+
+
+def _outcome(asked: dict[str, Any], facts: list[Facts], outcome: Outcome) -> dict[str, Any]:
     """Everything but the texts."""
-    return asked | {
+    return _with_facts(asked, facts) | {
         "result": outcome.result,
         "status": outcome.status,
         "deployment": outcome.deployment,

@@ -19,7 +19,7 @@ from router.audit_verify import Report
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _which_log(command: _F) -> _F:
+def which_log(command: _F) -> _F:
     """`--dir`, or the folder that a configuration file names."""
     folder = click.option(
         "--dir",
@@ -40,13 +40,13 @@ def audit_commands() -> None:
 
 
 @audit_commands.command("verify")
-@_which_log
+@which_log
 @click.option("--key", help="Public key (hex) kept elsewhere; without it, the one beside the log.")
 @click.option("--json", "as_json", is_flag=True)
 @click.argument("tenants", nargs=-1)
 def verify(root: Path | None, config: Path | None, key: str | None, as_json: bool, tenants: tuple[str, ...]) -> None:
     """Check the chains of TENANTS, or all. Exit status 1 when one does not hold."""
-    folder = _folder(root, config)
+    folder = log_folder(root, config)
     known = audit_verify.tenants(folder)
     if not known and not tenants:
         raise click.ClickException(f"{folder}: no chains")
@@ -60,14 +60,14 @@ def verify(root: Path | None, config: Path | None, key: str | None, as_json: boo
 
 
 @audit_commands.command("show")
-@_which_log
+@which_log
 @click.option("--id", "wanted", help="Only this request (its decision id).")
 @click.option("--content", is_flag=True, help="Open sealed texts; needs to read the tenant's key.")
 @click.option("--json", "as_json", is_flag=True, help="One record a line.")
 @click.argument("tenant")
 def show(root: Path | None, config: Path | None, wanted: str | None, content: bool, as_json: bool, tenant: str) -> None:
     """Print the records of TENANT (`_router`: the router's own), oldest first."""
-    folder = _folder(root, config)
+    folder = log_folder(root, config)
     if tenant not in audit_verify.tenants(folder):
         raise click.ClickException(f"{folder}: no chain of {tenant!r}")
     chain = ""
@@ -83,13 +83,13 @@ def show(root: Path | None, config: Path | None, wanted: str | None, content: bo
 
 
 @audit_commands.command("erase")
-@_which_log
+@which_log
 @click.option("--who", required=True, help="Name of the person who asks; stands in the log.")
 @click.confirmation_option(prompt="Destroy the key of all texts recorded so far?")
 @click.argument("tenant")
 def erase(root: Path | None, config: Path | None, who: str, tenant: str) -> None:
     """Make all texts of TENANT unreadable for ever; its chain still holds. The router may be running."""
-    folder = _folder(root, config)
+    folder = log_folder(root, config)
     if tenant not in audit_verify.tenants(folder):
         raise click.ClickException(f"{folder}: no chain of {tenant!r}")
     try:
@@ -99,7 +99,8 @@ def erase(root: Path | None, config: Path | None, who: str, tenant: str) -> None
     click.echo(f"{tenant}: texts erased")
 
 
-def _folder(root: Path | None, config: Path | None) -> Path:
+def log_folder(root: Path | None, config: Path | None) -> Path:
+    """The folder that `which_log` names."""
     if root is not None:
         return root
     if config is None:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEYS = "_keys"
 ROUTER = "_router"
+POLICIES = "_policies"
 """Chain of what concerns no single tenant. No tenant's folder begins with `_`."""
 
 SIGNING = "_signing"

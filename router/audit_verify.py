@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from router.audit_chain import bound
 from router.audit_keys import (
     KEYS,
+    POLICIES,
     ROUTER,
     SIGNING,
     AuditError,
@@ -53,7 +54,7 @@ class Report:
 
 def tenants(root: Path) -> list[str]:
     """Names with a chain below this folder, the router's own included; also those of which only the key is left."""
-    chains = {path.name for path in root.iterdir() if path.is_dir() and path.name != KEYS}
+    chains = {path.name for path in root.iterdir() if path.is_dir() and path.name not in (KEYS, POLICIES)}
     keyed = {path.stem for path in (root / KEYS).glob("*.key") if path.stem != SIGNING}
     return sorted(name if name == ROUTER else unquote(name) for name in chains | keyed)
 

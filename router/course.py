@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,30 +112,46 @@ class Course:
 
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
     """A decision as `/decide` and `/decisions/{id}` show it: verdicts and estimates by deployment, no content."""
-    return _view(call.id, call.model, call.tenant.digest, facts, decision)
+    return _view(call.id, call.model, call.tenant.digest, [(facts, decision)])
 
 
 def course_view(course: Course, event: Event) -> Callable[[], View] | None:
-    """The same with what came of it, to be made later: holds on to the decision, not to what was asked or answered."""
-    if course.decision is None:
-        return None
+    """The same with what came of it, to be made later: holds on to the decisions, not to what was asked or answered."""
     call = course.call
+    if not call.decided:
+        return None
     happened = {"happened": event, "tries": course.tries, "spare": course.spare}
-    return partial(_view, call.id, call.model, call.tenant.digest, course.facts, course.decision, happened)
+    return partial(_view, call.id, call.model, call.tenant.digest, call.decided, happened)
 
 
-def _view(id: str, model: str, policy: str, facts: Facts | None, decision: Decision, more: View | None = None) -> View:
-    known = {d.id: d for d in facts.deployments} if facts else {}
+def _view(
+    id: str, model: str, policy: str, decided: Sequence[tuple[Facts | None, Decision]], more: View | None = None
+) -> View:
+    """The first decision; those after it, of fallback groups and of a relay's halves, stand under `later`."""
+    first, *later = [_decided(facts, decision) for facts, decision in decided]
     return {
         "id": id,
         "object": "twolane.decision",
         "model": model,
+        "policy": policy,
+        **first,
+        **(
+            {"later": [{"model": d.model, **view} for (_, d), view in zip(decided[1:], later, strict=True)]}
+            if later
+            else {}
+        ),
+        **(more or {}),
+    }
+
+
+def _decided(facts: Facts | None, decision: Decision) -> View:
+    known = {d.id: d for d in facts.deployments} if facts else {}
+    return {
         "deployment": decision.chosen,
         "transport": next((j.transport for j in decision.judged if j.deployment == decision.chosen), None),
         "reason": decision.reason,
         "budget_missed": decision.budget_missed,
         "ranked": decision.ranked,
-        "policy": policy,
         "facts": {
             "prompt_tokens": facts.prompt_tokens,
             "output_tokens": facts.output_tokens,
@@ -156,7 +172,6 @@ def _view(id: str, model: str, policy: str, facts: Facts | None, decision: Decis
             }
             for judged in decision.judged
         ],
-        **(more or {}),
     }
 
 

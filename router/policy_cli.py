@@ -1,13 +1,18 @@
-"""`twolane policy`: what a change of policy changes."""
+"""`twolane policy`: what a change of policy changes, and past decisions made again."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from router import audit_verify
+from router.audit_cli import log_folder, which_log
+from router.audit_keys import AuditError
+from router.policy_replay import Again, replay
 from router.policy_versions import Version, changes, read_version
 from router.source import ConfigError
 
@@ -16,7 +21,7 @@ _Written = click.Path(exists=True, path_type=Path)
 
 @click.group("policy")
 def policy_commands() -> None:
-    """Compare policies before they are put in force."""
+    """Compare policies before they are put in force, and decide past requests again."""
 
 
 @policy_commands.command("diff")
@@ -45,6 +50,43 @@ def _tenant(name: str, before: Version, after: Version) -> dict[str, Any]:
         return {"tenant": name, "state": "added" if old is None else "removed", "changes": []}
     found = [{"key": c.key, "old": c.old, "new": c.new, "text": str(c)} for c in changes(old, new)]
     return {"tenant": name, "state": "changed" if found else "same", "changes": found}
+
+
+@policy_commands.command("replay")
+@which_log
+@click.option("--id", "wanted", help="Only this request (its decision id).")
+@click.option("--json", "as_json", is_flag=True, help="One record a line, and a count at the end.")
+@click.argument("tenants", nargs=-1)
+def replay_decisions(
+    root: Path | None, config: Path | None, wanted: str | None, as_json: bool, tenants: tuple[str, ...]
+) -> None:
+    """Decide again what is on record of TENANTS, or all, from the recorded facts and the policy of the time.
+
+    Exit status 1 when a decision differs from the recorded one, cannot be made again, or the request is not there.
+    """
+    folder = log_folder(root, config)
+    counts = {"same": 0, "differs": 0, "unknown": 0}
+    for tenant in tenants or audit_verify.tenants(folder):
+        try:
+            for again in replay(folder, tenant, wanted):
+                counts[again.result] += 1
+                if as_json:
+                    click.echo(json.dumps(asdict(again)))
+                elif again.result != "same" or wanted:
+                    click.echo(_again(again))
+        except (AuditError, OSError) as error:
+            raise click.ClickException(f"{tenant}: {error}") from error
+    if as_json:
+        click.echo(json.dumps(counts))
+    else:
+        click.echo("{same} records the same, {differs} differ, {unknown} cannot be decided again".format(**counts))
+    wrong = counts["differs"] or counts["unknown"] or (wanted is not None and not counts["same"])
+    raise SystemExit(1 if wrong else 0)
+
+
+def _again(again: Again) -> str:
+    word = {"same": "the same", "differs": "DIFFERS", "unknown": "cannot be decided again"}[again.result]
+    return f"{again.tenant} {again.seq} {again.id}: {word}{': ' if again.why else ''}{again.why}"
 
 
 def _read(path: Path) -> Version:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -82,7 +84,13 @@ class TenantConfig(Policy):
         """The part that `policies` judges by."""
         return Policy(**{name: getattr(self, name) for name in Policy.model_fields})
 
+    @cached_property
+    def record(self) -> bytes:
+        """All that is written, defaults filled in, as JSON. Of a key's digest only as much as shows a change."""
+        data = self.model_dump(mode="json", exclude={"key", "keys"})
+        return json.dumps(data | {"keys": sorted(k[:8] for k in self.key_digests)}).encode()
+
     @property
     def digest(self) -> str:
-        """SHA-256 over all that is written, keys as digests."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 over `record`."""
+        return hashlib.sha256(self.record).hexdigest()

@@ -36,7 +36,9 @@ class Tenant:
     max_budget: float | None = None
     budget_duration: float | None = None
     digest: str = ""
-    """SHA-256 of what is written about the tenant: names the policy in the audit log."""
+    """SHA-256 of `record`: names the policy in the audit log."""
+    record: bytes = field(default=b"", repr=False)
+    """What is written about the tenant, as `TenantConfig.record`."""
 
     @classmethod
     def of(cls, config: TenantConfig) -> Tenant:
@@ -51,6 +53,7 @@ class Tenant:
             max_budget=config.max_budget,
             budget_duration=config.budget_duration,
             digest=config.digest,
+            record=config.record,
         )
 
 
@@ -172,7 +175,7 @@ class TenantSource:
                     other = by_digest[digest][1].name
                     raise ConfigError(f"tenants: {other!r} and {config.name!r} have the same key")
                 by_digest[digest] = (digest, tenant)
-        default = by_name.get(DEFAULT) or Tenant(DEFAULT, digest=Policy().digest)
+        default = by_name.get(DEFAULT) or Tenant.of(TenantConfig(name=DEFAULT))
         keyless = None
         written_key = settings.general_settings.master_key
         master = None if written_key is None else str(digest_key(written_key))
