@@ -14,6 +14,7 @@ from policies.facts import Decision, Estimate, Facts
 from router.call import Call, Reply
 from router.errors import RouterError, TransportError
 from router.limits import Grant
+from router.prices import FREE, Price
 from router.telemetry import Event, Outcome
 
 View = dict[str, Any]
@@ -41,8 +42,12 @@ class Course:
     reply: Reply | None = None
     deployment: str | None = None
     transport: str | None = None
-    costs: tuple[float, float] = (0.0, 0.0)
-    """USD per prompt and per completion token of the deployment that answered."""
+    price: Price = FREE
+    """Of the deployment that answered."""
+    cost: float | None = None
+    """USD; known once the books are closed."""
+    upstream_s: float = 0.0
+    """Seconds spent waiting for deployments, up to the first frame of the one that answered."""
     estimate: Estimate | None = None
     """What was predicted for the deployment that answered."""
     queue: int = 0

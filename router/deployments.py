@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
+from router.prices import PRICES, Name, Price, listed
 from workers.config import Config
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
@@ -81,6 +84,7 @@ class LiteLLMParams(BaseModel):
     order: int | None = None
     input_cost_per_token: float | None = Field(None, ge=0)
     output_cost_per_token: float | None = Field(None, ge=0)
+    cache_read_input_token_cost: float | None = Field(None, ge=0)
     mock_response: Any = None
     drop_params: bool | None = None
 
@@ -152,6 +156,7 @@ class ModelInfo(BaseModel):
     max_output_tokens: int | None = Field(None, ge=1)
     input_cost_per_token: float | None = Field(None, ge=0)
     output_cost_per_token: float | None = Field(None, ge=0)
+    cache_read_input_token_cost: float | None = Field(None, ge=0)
     latency: Latency | None = None
 
 
@@ -165,6 +170,7 @@ class Deployment(Config):
     cache_params: CacheParams | None = None
     model_info: ModelInfo = ModelInfo()
     _position: int = PrivateAttr(0)
+    _listed: Price | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -278,16 +284,26 @@ class Deployment(Config):
             return None
         return params.num_retries if params.num_retries is not None else params.max_retries
 
+    @cached_property
+    def price(self) -> Price:
+        """As written here, else as LiteLLM's table has it, else nothing."""
+        params, info, listed = self.litellm_params, self.model_info, self._listed or Price()
+        written = {
+            name: value
+            for key, name in PRICES.items()
+            if (value := _first(getattr(params, key, None), getattr(info, key))) is not None
+        }
+        return replace(listed, above=None, long=None, **written) if written else listed
+
     @property
-    def costs(self) -> tuple[float, float]:
-        """USD per prompt token and per completion token."""
-        params, info = self.litellm_params, self.model_info
-        into = params.input_cost_per_token if params else None
-        out = params.output_cost_per_token if params else None
-        return (
-            (info.input_cost_per_token or 0.0) if into is None else into,
-            (info.output_cost_per_token or 0.0) if out is None else out,
-        )
+    def priced_as(self) -> tuple[Name, ...]:
+        """What LiteLLM's table may call this model, the best first; empty where nothing is to be looked up."""
+        params = self.litellm_params
+        if params is None or self.upstream_model.endswith("*"):
+            return ()
+        bare = params.model.removeprefix(f"{self.provider}/")
+        base = ((self.model_info.base_model, None),) if self.model_info.base_model else ()
+        return (*base, (f"{self.provider}/{bare}", None), (params.model, None), (bare, self.provider or None))
 
     def _speaks_openai(self) -> bool:
         params = self.litellm_params
@@ -299,6 +315,17 @@ class Deployment(Config):
 
 
 _OPENAI_NAMES = ("gpt-", "o1", "o3", "o4", "chatgpt-", "text-embedding-", "ft:gpt-")
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def price(deployments: Sequence[Deployment], path: Path) -> None:
+    """Give each its price of the table in `path`. Raises OSError and ValueError."""
+    found = listed(path, {name for d in deployments for name in d.priced_as})
+    for deployment in deployments:
+        deployment._listed = next((found[name] for name in deployment.priced_as if name in found), None)
 
 
 def _without_secrets(value: Any) -> Any:

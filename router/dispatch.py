@@ -125,7 +125,7 @@ class Dispatcher:
         course.finished = True
         if course.deployment is not None:
             self.metrics.end(course.deployment)
-        cost = self._cost(course)
+        cost = course.cost = self._cost(course)
         if course.grant is not None:
             await self.limits.settle(course.grant, _used_tokens(course, outcome), cost)
         try:
@@ -243,6 +243,7 @@ class Dispatcher:
         """One attempt. The deployment that answers counts as busy until `finish`."""
         course.chose(deployment.id)
         self.metrics.begin(deployment.id)
+        asked = time.perf_counter()
         try:
             reply = await self.transports[deployment.id].send(call)
         except BaseException as error:
@@ -250,7 +251,9 @@ class Dispatcher:
             if isinstance(error, TransportError):
                 self._failed(course, deployment.id, error)
             raise
-        course.deployment, course.transport, course.costs = deployment.id, deployment.transport, deployment.costs
+        finally:
+            course.upstream_s += time.perf_counter() - asked
+        course.deployment, course.transport, course.price = deployment.id, deployment.transport, deployment.price
         course.spare = call.model if call.model != course.call.model else None
         return reply
 
@@ -334,16 +337,16 @@ class Dispatcher:
         """USD that the first choice is expected to cost: calls sent together do not all pass under one budget."""
         for d in facts.deployments:
             if d.id == decision.chosen:
-                into, out = self.deployments[d.id].costs
-                return d.estimate.cost if d.estimate else facts.prompt_tokens * into + facts.output_tokens * out
+                price = self.deployments[d.id].price
+                return d.estimate.cost if d.estimate else price.of(facts.prompt_tokens, facts.output_tokens)
         return 0.0
 
     def _cost(self, course: Course) -> float:
         reply = course.reply
         if reply is None or not reply.usage.known:
             return 0.0
-        into, out = course.costs
-        return reply.usage.prompt_tokens * into + reply.usage.completion_tokens * out
+        used = reply.usage
+        return course.price.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
 
     def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float) -> None:
         limit = error.headers.get("x-twolane-limit") if isinstance(error, TooManyRequests) else None

@@ -247,6 +247,7 @@ def answer_headers(course: Course) -> list[Header]:
     """Ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
     id = course.call.id.encode()
     deployment = as_value(course.deployment or "")
+    spent = time.perf_counter() - course.call.started
     ours = [
         (b"x-twolane-decision", id),
         (b"x-twolane-transport", as_value(course.transport or "")),
@@ -256,6 +257,11 @@ def answer_headers(course: Course) -> list[Header]:
         (b"x-litellm-model-id", deployment),
         (b"x-litellm-attempted-retries", b"%d" % course.retries),
         (b"x-litellm-attempted-fallbacks", b"%d" % course.fallbacks),
+        (b"x-litellm-response-duration-ms", b"%.3f" % (spent * 1000)),
+        (b"x-litellm-overhead-duration-ms", b"%.3f" % ((spent - course.upstream_s) * 1000)),
     ]
+    if course.cost is not None:
+        # A stream's cost is known after its headers have left; it is in the decision, the metrics and the record.
+        ours.append((b"x-litellm-response-cost", b"%.10g" % course.cost))
     # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
     return encoded(course.reply.headers) + ours if course.reply and course.reply.headers else ours

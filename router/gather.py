@@ -14,6 +14,7 @@ from router.deployments import Deployment, Kind
 from router.estimates import Estimates
 from router.features import CANNOT, needs, output_limit, prompt_tokens, turns_before_question
 from router.health import Health
+from router.prices import Price
 from router.settings import Settings
 from router.telemetry import Metrics
 from router.transports.cache import Fleet, Holder, Role, holders
@@ -34,7 +35,7 @@ class _Entry:
     cannot: frozenset[str]
     weight: float
     order: int
-    costs: tuple[float, float]
+    price: Price
     plain: bool
     """No worker and no relay stands behind it: nothing about it has to be looked up."""
 
@@ -48,7 +49,7 @@ class _Entry:
             CANNOT[deployment.kind],
             deployment.weight,
             deployment.order,
-            deployment.costs,
+            deployment.price,
             deployment.kind in ("http", "litellm"),
         )
 
@@ -176,10 +177,10 @@ class Gatherer:
         )
 
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:
-        id, (into, out) = entry.deployment.id, entry.costs
+        id = entry.deployment.id
         output = expected_output(self._estimates.usual_output(id), limit)
         return self._estimates.predict(
-            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=prompt * into + output * out
+            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=entry.price.of(prompt, output)
         )
 
     def _prime(self, deployment: str, holder: Holder, name: str) -> None:

@@ -36,6 +36,7 @@ _OURS = frozenset(
         "workers",
         "redis",
         "store",
+        "prices",
         "tenants",
         "accept_unsupported",
         "server",

@@ -15,7 +15,7 @@ WORKS: dict[str, str] = {
     "litellm_params": (
         "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
         "stream_timeout max_retries num_retries rpm tpm weight order input_cost_per_token "
-        "output_cost_per_token mock_response drop_params additional_drop_params"
+        "output_cost_per_token cache_read_input_token_cost mock_response drop_params additional_drop_params"
     ),
     "router_settings": (
         "routing_strategy model_group_alias num_retries max_fallbacks retry_after timeout stream_timeout fallbacks "

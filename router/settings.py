@@ -22,7 +22,8 @@ from router.deployments import LiteLLMParams as LiteLLMParams
 from router.deployments import LocalParams as LocalParams
 from router.deployments import ModelInfo as ModelInfo
 from router.deployments import RelayParams as RelayParams
-from router.deployments import number
+from router.deployments import number, price
+from router.prices import table_path
 from router.source import ConfigError as ConfigError
 from router.source import Source
 from router.tenant_config import TenantConfig
@@ -165,6 +166,8 @@ class Settings(BaseSettings):
     server: ServerConfig = ServerConfig()
     log: LogConfig = LogConfig()
     audit: AuditConfig = AuditConfig()
+    prices: Path | None = None
+    """Of LiteLLM's shape; None takes the table that the litellm package brings, if it is installed."""
     state_dir: Path = Path(".twolane")
 
     _findings: tuple[litellm_config.Finding, ...] = PrivateAttr(())
@@ -299,7 +302,21 @@ def load_text(text: str, name: str = "config", *, folder: Path | None = None) ->
     settings = _validated(data, resolved)
     _check_names(settings, resolved)
     settings._findings = tuple(findings)
+    _price(settings, resolved)
     return settings
+
+
+def _price(settings: Settings, resolved: Source) -> None:
+    """Raises ConfigError for a table that the file names and that is none."""
+    path = settings.prices or table_path()
+    if path is None or not any(d.priced_as for d in settings.model_list):
+        return
+    try:
+        price(settings.model_list, path)
+    except OSError as error:
+        raise resolved.error(("prices",), f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise resolved.error(("prices",), str(error)) from None
 
 
 def environment(written: Source) -> dict[str, str]:
@@ -316,6 +333,7 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     """Make paths of inputs absolute where they exist beside the file; others stay as written."""
     if isinstance(data.get("tenants"), str):
         data["tenants"] = str(folder.resolve() / data["tenants"])
+    _beside(data, "prices", folder)
     for entry in _entries(data, "models"):
         _beside(entry, "model", folder)
     for pair in _entries(data, "pairs"):

@@ -1,0 +1,160 @@
+"""Prices: LiteLLM's table read as data, what the configuration says over it, and what a caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.prices import Price, listed, table_path
+from router.settings import ConfigError, load_text
+from tests.router.gateway import Seen, Upstream, chunk, deployment, plain, router, upstream
+
+TABLE = {
+    "sample_spec": {"input_cost_per_token": 0.0, "litellm_provider": "one of many"},
+    "gpt-small": {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai"},
+    "claude-x": {"input_cost_per_token": 3e-6, "output_cost_per_token": 9e-6, "litellm_provider": "anthropic"},
+    "groq/llama": {"input_cost_per_token": 4e-6, "output_cost_per_token": 5e-6, "litellm_provider": "groq"},
+    "cached": {
+        "input_cost_per_token": 1e-6,
+        "output_cost_per_token": 2e-6,
+        "cache_read_input_token_cost": 1e-7,
+        "litellm_provider": "openai",
+    },
+    "long": {
+        "input_cost_per_token": 1e-6,
+        "output_cost_per_token": 2e-6,
+        "input_cost_per_token_above_32k_tokens": 2e-6,
+        "input_cost_per_token_above_256k_tokens": 4e-6,
+        "output_cost_per_token_above_256k_tokens": 8e-6,
+        "input_cost_per_token_above_256k_tokens_priority": 1.0,
+        "litellm_provider": "openai",
+    },
+}
+
+
+def config(entry: dict[str, object], table: Path, info: dict[str, object] | None = None) -> str:
+    return json.dumps(
+        {"prices": str(table), "model_list": [{"model_name": "m", "litellm_params": entry, "model_info": info or {}}]}
+    )
+
+
+@pytest.fixture
+async def up() -> AsyncIterator[Upstream]:
+    async with upstream() as state:
+        yield state
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps(TABLE))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entry", "info", "price"),
+    [
+        ({"model": "openai/gpt-small"}, {}, Price(1e-6, 2e-6)),
+        ({"model": "gpt-small", "custom_llm_provider": "openai"}, {}, Price(1e-6, 2e-6)),
+        ({"model": "gpt-small", "api_base": "http://here/v1"}, {}, Price(1e-6, 2e-6)),
+        ({"model": "anthropic/claude-x"}, {}, Price(3e-6, 9e-6)),
+        ({"model": "groq/llama"}, {}, Price(4e-6, 5e-6)),
+        ({"model": "groq/gpt-small"}, {}, Price()),
+        ({"model": "azure/my-name"}, {"base_model": "gpt-small"}, Price(1e-6, 2e-6)),
+        ({"model": "openai/nobody"}, {}, Price()),
+        ({"model": "openai/gpt-small", "output_cost_per_token": 7e-6}, {}, Price(1e-6, 7e-6)),
+        ({"model": "openai/gpt-small"}, {"input_cost_per_token": 0}, Price(0.0, 2e-6)),
+        ({"model": "openai/gpt-small", "input_cost_per_token": 1}, {"input_cost_per_token": 2}, Price(1.0, 2e-6)),
+        ({"model": "openai/cached"}, {}, Price(1e-6, 2e-6, 1e-7)),
+        ({"model": "openai/nobody", "cache_read_input_token_cost": 1e-7}, {}, Price(0.0, 0.0, 1e-7)),
+    ],
+)
+def test_what_is_written_wins_over_the_table(
+    entry: dict[str, object], info: dict[str, object], price: Price, table: Path
+) -> None:
+    """A deployment's price is what its entry says, then what the table says of its base model or name, else nothing."""
+    assert load_text(config(entry, table, info)).model_list[0].price == price
+
+
+def test_longer_prompts_have_the_price_of_their_tier(table: Path) -> None:
+    """Each bound of the table bills the whole of a longer prompt; other service tiers' prices are not ours."""
+    price = listed(table, [("long", "openai")])[("long", "openai")]
+    assert price.of(32_000, 10) == pytest.approx(32_000e-6 + 20e-6)
+    assert price.of(32_001, 10) == pytest.approx(32_001 * 2e-6 + 20e-6)
+    assert price.of(300_000, 10) == pytest.approx(300_000 * 4e-6 + 80e-6)
+
+
+@given(
+    prompt=st.integers(0, 10**6),
+    cached=st.integers(0, 10**6),
+    out=st.integers(0, 10**5),
+    usd=st.tuples(*[st.floats(0, 1e-3)] * 3),
+)
+def test_cached_tokens_are_never_billed_twice(
+    prompt: int, cached: int, out: int, usd: tuple[float, float, float]
+) -> None:
+    """A call costs no less than it would with all its prompt cached, and no more than with none, or the other way."""
+    into, completion, read = usd
+    cached = min(cached, prompt)
+    price = Price(into, completion, read)
+    ends = sorted([price.of(prompt, out, 0), price.of(prompt, out, prompt)])
+    assert ends[0] * (1 - 1e-9) <= price.of(prompt, out, cached) <= ends[1] * (1 + 1e-9) + 1e-15
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"gpt-small": 3}'])
+def test_a_file_that_is_no_table_stops_the_start(tmp_path: Path, content: str) -> None:
+    """A `prices` file that cannot be meant is an error that names the key, and so is one that is not there."""
+    path = tmp_path / "p.json"
+    with pytest.raises(ConfigError, match=r"prices: cannot be read"):
+        load_text(config({"model": "openai/gpt-small"}, path))
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"prices: p\.json is no price table"):
+        load_text(config({"model": "openai/gpt-small"}, path))
+
+
+def test_the_packages_own_table_is_read_without_the_package() -> None:
+    """With litellm installed its table prices a known model, and litellm itself is not imported."""
+    pytest.importorskip("litellm")
+    program = (
+        "import sys; from router.settings import load_text\n"
+        "s = load_text('model_list: [{model_name: m, litellm_params: {model: openai/gpt-4o-mini, api_key: k}}]')\n"
+        "assert 'litellm' not in sys.modules; print(s.model_list[0].price.prompt)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert float(said) > 0
+    path = table_path()
+    assert path is not None
+    assert path.stat().st_size > 10**5
+
+
+async def test_a_caller_is_told_what_an_answer_cost(tmp_path: Path, up: Upstream) -> None:
+    """LiteLLM's headers tell cost, time at the upstream and our own; a stream's cost is in its decision."""
+
+    async def slow(seen: Seen) -> object:
+        await asyncio.sleep(0.2)
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": 60}}
+        if seen.body.get("stream"):
+            return await seen.stream(chunk("said", "stop"), {"choices": [], "usage": usage})
+        return plain(body={"choices": [], "usage": usage})
+
+    up.answers["m"] = slow  # type: ignore[assignment]
+    prices = {"input_cost_per_token": 1e-3, "output_cost_per_token": 1e-2, "cache_read_input_token_cost": 1e-4}
+    async with router(tmp_path, {"model_list": [deployment("m", up, **prices)]}) as door:
+        got = await door.post(model="m")
+        streamed = await door.post(model="m", stream=True)
+        told = (await door.get(f"/v1/decisions/{streamed.headers['x-twolane-decision']}")).json["happened"]
+    assert float(got.headers["x-litellm-response-cost"]) == pytest.approx(40e-3 + 60e-4 + 0.1)
+    assert float(got.headers["x-litellm-response-duration-ms"]) >= 200
+    assert (
+        0 <= float(got.headers["x-litellm-overhead-duration-ms"]) < float(got.headers["x-litellm-response-duration-ms"])
+    )
+    assert "x-litellm-response-cost" not in streamed.headers
+    assert told["cost"] == pytest.approx(0.146)
