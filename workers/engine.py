@@ -91,8 +91,14 @@ class Request:
     keep: Keep | None = None
     deadline: float | None = None
     """On the `time.monotonic` clock."""
+    runtime: Runtime | None = None
+    """What answers in place of what `model` names."""
     tell_tokens: bool = False
     """Have the answer's token ids in its `Run`."""
+    steps: Callable[[Prompt, Keep | None], Steps[Prefilled]] | None = None
+    """Reads the prompt in place of the runtime's own `prefill`."""
+    background: bool = False
+    """Begins only when nobody is answered, and gives way (Overloaded) as soon as somebody asks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +229,7 @@ class Engine:
 
     def submit(self, request: Request) -> Job:
         """Raises PairNotLoaded, Overloaded, BadPrompt, PromptTooLong; later failures arrive as `Failed`."""
-        runtime = self.runtimes.get(request.model)
+        runtime = request.runtime or self.runtimes.get(request.model)
         if runtime is None:
             raise PairNotLoaded(f"this worker holds no model or pair named {request.model!r}")
         if request.sampling.n > self.max_running:
@@ -240,6 +246,8 @@ class Engine:
         with self._lock:
             if self._closing or self.failed is not None:
                 raise Overloaded("the worker is going down")
+            if request.background and self._open:
+                raise Overloaded("others are being answered; what can wait must ask again later")
             if len(self._open) >= self.max_running + self.max_queued:
                 raise Overloaded(f"the queue of {self.max_queued} is full")
             self._open.add(job)
@@ -299,7 +307,10 @@ class Engine:
         now = time.monotonic()
         with self._lock:
             known = list(self._open)
+        waited_for = any(not job.request.background for job in known)
         for job in known:
+            if job.request.background and waited_for and not job.cancelled:
+                self._fail(job, Overloaded("gave way to a caller"))
             if job.request.deadline is not None and now > job.request.deadline and not job.cancelled:
                 self._fail(job, DeadlineExceeded("the answer was not complete in the time the caller allowed"))
             if job.cancelled:
@@ -330,7 +341,8 @@ class Engine:
         while self._waiting and taken + self._waiting[0].request.sampling.n <= self.max_running:
             job = self._waiting.popleft()
             job.began = time.monotonic()
-            job.steps = job.runtime.prefill(job.request.prompt, job.request.keep)
+            prefill = job.request.steps or job.runtime.prefill
+            job.steps = prefill(job.request.prompt, job.request.keep)
             self._reading.append(job)
             taken += job.request.sampling.n
 
@@ -353,7 +365,8 @@ class Engine:
         job.prefilled = prefilled
         self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
         asked, prompt = job.request.sampling, job.request.prompt
-        batch = self._batch(job.runtime.decoder)
+        # What is asked beside the models served here must not double their memory.
+        batch = self._batch(job.runtime.decoder, pack=job.request.runtime is None)
         job.open = asked.n
         job.request.emit(Started(len(prompt), prefilled.spent.reused))
         for index in range(asked.n):
@@ -364,10 +377,10 @@ class Engine:
             if self._deliver(choice, choice.sampler.choose(prefilled.logits)):
                 self._end(batch, len(batch.choices) - 1)
 
-    def _batch(self, model: Loaded) -> Batch:
+    def _batch(self, model: Loaded, *, pack: bool) -> Batch:
         key = id(model.model)
         if key not in self._batches:
-            if self._packer is not None:
+            if self._packer is not None and pack:
                 self._packer.pack(model.model)
             self._batches[key] = Batch(model)
         return self._batches[key]
@@ -451,6 +464,7 @@ class Engine:
             numerics=self.numerics,
             seed=asked.seed if asked.temperature else None,
             beside=job.beside,
+            score=spent.score,
             tokens=tuple(job.tokens[i] for i in range(asked.n)) if job.request.tell_tokens else (),
         )
 

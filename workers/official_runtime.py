@@ -10,10 +10,11 @@ ids alone. Every prompt is computed.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +27,7 @@ from workers.fusers.c2c import Official
 from workers.keys import Space
 from workers.loader import Loaded
 from workers.prompt import Message, Prompt, plain_messages, refuse_control_tokens
-from workers.runtime import Changed, Keep, Prefilled, Spent, Steps, changes, pair_digests
+from workers.runtime import Changed, Keep, Prefilled, Source, Spent, Steps, changes, pair_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,18 @@ class AlignedPair:
             recipe=official.recipe,
         )
         self.digests = pair_digests(sharer, receiver, official.fuser)
-        self._sharer = sharer
+        self.sharer = sharer
+        self.chunk = chunk
+        self.template: Mapping[str, bool] = {"enable_thinking": False}
+        self._source: Source | None = None
         self._aligner = Aligner(receiver.tokenizer, sharer.tokenizer, official.strategy)
-        self._chunk = chunk
 
     def chat(self, messages: Listing[Message]) -> Prompt:
         """Both models' templates, without thinking, as the official method trains and serves."""
         plain = plain_messages(messages)
-        for model in (self.decoder, self._sharer):
+        for model in (self.decoder, self.sharer):
             refuse_control_tokens(model.tokenizer, plain)
-        return aligned_prompt(self._aligner.align(plain, "generate", enable_thinking=False))
+        return aligned_prompt(self._aligner.align(plain, "generate", **self.template))
 
     def text(self, text: str) -> Prompt:
         """Refused: only messages can be aligned."""
@@ -84,6 +87,17 @@ class AlignedPair:
     def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
         """Nothing: what follows fused KV is tainted by it."""
 
+    def with_source(self, source: Source) -> AlignedPair:
+        """The same pair, whose sharer reads what `source` makes of its ids."""
+        twin = copy.copy(self)
+        twin._source = source
+        return twin
+
+    def read_by_sharer(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.aligned is None:
+            raise BadPrompt(f"pair {self.name} reads chats only")
+        return sharer_track(prompt.aligned).ids
+
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
         """Part by part. `keep` is not used."""
         aligned = prompt.aligned
@@ -92,15 +106,21 @@ class AlignedPair:
         fuser, last = self.fuser.change(), len(aligned.parts) - 1
         spent = Spent(gates_open=fuser.gates_open, gates=fuser.gates)
         ours, theirs = receiver_track(aligned), sharer_track(aligned)
+        instead = None if self._source is None else self._source(theirs.ids)
+        theirs = theirs if instead is None else replace(theirs, ids=instead)
+        silent = self._source is not None and instead is None
         fused = [i for i, part in enumerate(aligned.parts) if part.kind == "message" and i < last]
         target = _room(self.decoder, len(ours.ids))
-        source = _room(self._sharer, theirs.ends[fused[-1]] if fused else 0)
+        source = _room(self.sharer, theirs.ends[fused[-1]] if fused else 0)
         changed: list[tuple[int, torch.Tensor]] = []
         for part in range(last):
             yield from self._read(self.decoder, target, ours, ours.ends[part], spent)
             if fused and part <= fused[-1]:
                 began = spent.compute_s
-                yield from self._read(self._sharer, source, theirs, theirs.ends[part], spent)
+                if silent:
+                    source.seen = theirs.ends[part]
+                else:
+                    yield from self._read(self.sharer, source, theirs, theirs.ends[part], spent)
                 spent.sharer_s += spent.compute_s - began
             if part in fused:
                 changed.append(self._fuse(target, source, ours, theirs, part, spent))
@@ -114,7 +134,7 @@ class AlignedPair:
         """Read slots into.seen..stop-1 chunk by chunk. Returns the logits (vocabulary,) after the last one."""
         logits = torch.empty(0)
         while into.seen < stop:
-            start, end = into.seen, min(stop, into.seen + self._chunk)
+            start, end = into.seen, min(stop, into.seen + self.chunk)
             began = time.perf_counter()
             out = model.model(
                 input_ids=torch.tensor([track.ids[start:end]], device=model.device),

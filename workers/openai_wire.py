@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from workers.errors import BadPrompt, WorkerError
-from workers.protocol import Run
+from workers.protocol import Counterfactual, Run
 
 
 class StreamOptions(msgspec.Struct):
@@ -67,6 +67,17 @@ def read_body(data: bytes, *, chat: bool) -> Body:
     if not chat and body.logprobs:
         raise BadPrompt("logprobs are served by /v1/chat/completions only")
     return body
+
+
+_COUNTERFACTUAL = msgspec.json.Decoder(Counterfactual)
+
+
+def read_counterfactual(data: bytes) -> Counterfactual:
+    """Raises BadPrompt naming the field and what was expected."""
+    try:
+        return _COUNTERFACTUAL.decode(data)
+    except msgspec.DecodeError as error:
+        raise BadPrompt(f"the request body cannot be read: {error}") from error
 
 
 class Answer:

@@ -8,6 +8,8 @@ of the last event (or of the plain body). Tensors never cross.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 TENANT = "x-twolane-tenant"
@@ -24,6 +26,29 @@ DEADLINE_MS = "x-twolane-deadline-ms"
 """Request: after so many milliseconds the answer is worth nothing; the worker gives up."""
 RECORD = "x-twolane-record"
 """Request: `1` has the answer's token ids told in `Run.tokens`, for a record that keeps texts."""
+
+
+Otherwise = Literal["same", "receiver", "sharer", "zero", "shuffled"]
+
+
+class Counterfactual(msgspec.Struct, frozen=True):
+    """Body of `POST /counterfactual`: the answer that would have been given otherwise, never streamed.
+
+    No request of a caller leads there. Nothing of it is stored or found, and with `background` it is refused or given
+    up (503 `overloaded`) as soon as anybody else asks.
+    """
+
+    request: msgspec.Raw
+    """An OpenAI body; `model` is a pair, or with `same` also a model."""
+    kind: Otherwise = "same"
+    """`same`; one model of the pair alone; the pair with a sharer that says nothing, or that reads `other`."""
+    chat: bool = True
+    """False: `request` is a body of /completions."""
+    other: list[Any] | None = None
+    """Messages that the sharer reads in place of the request's."""
+    score: str | None = None
+    """No answer is made: `Run.score` says how likely this one was."""
+    background: bool = False
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,6 +84,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True):
     """Most other answers that were decoded together with this one."""
     tokens: tuple[tuple[int, ...], ...] = ()
     """Token ids by choice, where RECORD asked for them: content, never to be kept in clear."""
+    score: float | None = None
+    """Mean log probability of a token of the answer that was to be scored."""
 
 
 class ModelState(msgspec.Struct, frozen=True):

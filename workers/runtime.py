@@ -11,8 +11,9 @@ receiver's own reading (both untouched by fusing) and the projected slots under 
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -31,6 +32,9 @@ from workers.store import Claim, KVStore
 
 _POLL = 0.002
 """Seconds between two looks whether another worker is done; answers that run get a token after each."""
+
+Source = Callable[[tuple[int, ...]], tuple[int, ...] | None]
+"""What a sharer reads in place of its ids, as many of them; None: it says nothing, its KV is zero."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -83,6 +87,8 @@ class Spent:
     gates: str = ""
     change: Changed | None = None
     """None where nothing was fused beside the receiver's own KV."""
+    score: float | None = None
+    """Mean log probability of a token of the answer that was to be scored."""
 
 
 @dataclass(slots=True)
@@ -241,6 +247,23 @@ class Reader:
         return logits
 
 
+class Instead(Reader):
+    """A reader without a store that reads something else than it is asked to, or nothing."""
+
+    def __init__(self, reader: Reader, source: Source) -> None:
+        super().__init__(reader.loaded, None, reader.chunk, reader.role)
+        self._source = source
+
+    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
+        """What the source makes of all ids; KV that nothing was read for is zero."""
+        instead = self._source(ids)
+        if instead is None:
+            into.seen = len(ids)
+            yield
+            return torch.empty(0)
+        return (yield from super().read(into, instead, spent))
+
+
 class Alone(OneTokenizer):
     """One model reads and answers. Also an identity pair, where sharer and receiver are one model."""
 
@@ -253,6 +276,8 @@ class Alone(OneTokenizer):
         self.fingerprint = fingerprint or loaded.fingerprint
         self.digests = {"model": loaded.fingerprint, "template": loaded.digests.template[:16]}
         self._reader = Reader(loaded, store, chunk, role)
+        self.is_pair = role == "source"
+        self.chunk = chunk
         self.spaces: tuple[Space, ...] = (self._reader.space,)
 
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
@@ -291,8 +316,9 @@ class Paired(OneTokenizer):
         template: Mapping[str, bool] | None = None,
     ) -> None:
         self.name = name
-        self.decoder = receiver
+        self.decoder, self.sharer = receiver, sharer
         self.fuser = fuser
+        self.chunk = chunk
         self.mode, self.scope = mode, scope
         self.context = min(sharer.context, receiver.context)
         self.template = template or {}
@@ -332,6 +358,18 @@ class Paired(OneTokenizer):
 
     def keep_answer(self, ids: tuple[int, ...], kv: KVCache, keep: Keep) -> None:
         """Nothing: all that follows projected KV is tainted by it."""
+
+    def with_source(self, source: Source) -> Paired:
+        """The same pair without a store, whose sharer reads what `source` makes of its ids."""
+        twin = copy.copy(self)
+        twin._sharer = Instead(self._sharer, source)
+        twin._receiver = Reader(self.decoder, None, self.chunk, "own")
+        twin._fused = Reader(self.decoder, None, self.chunk, "fused")
+        twin.spaces = ()
+        return twin
+
+    def read_by_sharer(self, prompt: Prompt) -> tuple[int, ...]:
+        return prompt.ids
 
     def _shared(self, prompt: Prompt) -> int:
         """How many tokens the sharer reads for the receiver; at least one is left for the receiver."""

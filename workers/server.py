@@ -29,11 +29,12 @@ from starlette.types import Receive, Scope, Send
 from workers import protocol
 from workers.client import Registry
 from workers.config import Fleet, WorkerConfig
+from workers.counterfactual import Scored, otherwise
 from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
 from workers.errors import BadPrompt, WorkerError
 from workers.holdings import Holdings
 from workers.logs import LossyStream
-from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, usage_of
+from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, read_counterfactual, usage_of
 from workers.prompt import Prompt
 from workers.protocol import WorkerState
 from workers.runtime import Keep, Runtime
@@ -56,6 +57,7 @@ class Worker:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.complete, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/counterfactual", self.counterfactual, methods=["POST"]),
                 Route("/state", self.show_state),
                 Route("/metrics", self.metrics),
                 Route("/health", self.health),
@@ -130,6 +132,19 @@ class Worker:
             headers = {"retry-after": "1"} if error.status == 503 else None
             return Response(error_body(error), error.status, headers, "application/json")
 
+    async def counterfactual(self, request: HttpRequest) -> Response:
+        """`protocol.Counterfactual`; nothing of it is kept, so no header of a tenant is read."""
+        try:
+            ask = read_counterfactual(await request.body())
+            body = read_body(ask.request, chat=ask.chat)
+            held = self.holdings.runtime(body.model)
+            runtime = await asyncio.to_thread(otherwise, held, ask.kind, ask.other)
+            prompt = await asyncio.to_thread(self._prompt, runtime, body)
+            scored = None if ask.score is None else Scored.of(runtime, ask.score)
+            return await self._run(request, msgspec.structs.replace(body, stream=False), runtime, prompt, ask, scored)
+        except WorkerError as error:
+            return Response(error_body(error), error.status, media_type="application/json")
+
     def _prompt(self, runtime: Runtime, body: Body) -> Prompt:
         if body.messages is not None:
             return runtime.chat(body.messages)
@@ -138,18 +153,29 @@ class Worker:
             raise BadPrompt(f"one prompt per request is served here, and there were {len(prompts)}")
         return runtime.text(prompts[0])
 
-    async def _run(self, http: HttpRequest, body: Body, runtime: Runtime, prompt: Prompt) -> Response:
+    async def _run(
+        self,
+        http: HttpRequest,
+        body: Body,
+        runtime: Runtime,
+        prompt: Prompt,
+        aside: protocol.Counterfactual | None = None,
+        scored: Scored | None = None,
+    ) -> Response:
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         deadline = http.headers.get(protocol.DEADLINE_MS)
         request = Request(
             model=body.model,
             prompt=prompt,
-            sampling=sampling_of(body),
+            sampling=_ONE if scored is not None else sampling_of(body),
             emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
-            keep=self._keep(http),
+            keep=self._keep(http) if aside is None else None,
             deadline=None if deadline is None else time.monotonic() + _number(deadline, protocol.DEADLINE_MS) / 1e3,
-            tell_tokens=http.headers.get(protocol.RECORD) == "1",
+            tell_tokens=aside is not None or http.headers.get(protocol.RECORD) == "1",
+            runtime=None if aside is None else runtime,
+            steps=None if scored is None else scored.prefill,
+            background=aside is not None and aside.background,
         )
         job = self.engine.submit(request)
         started = await _or_hang_up(http, job, events)
@@ -175,6 +201,10 @@ class Worker:
             ttl=_number(http.headers.get(protocol.KV_TTL, "86400"), protocol.KV_TTL),
             max_bytes=int(_number(http.headers.get(protocol.KV_MAX_BYTES, str(1 << 32)), protocol.KV_MAX_BYTES)),
         )
+
+
+_ONE = Sampling(temperature=0.0, max_tokens=1)
+"""Of a request that is read and not answered: an answer has one token at least."""
 
 
 class _Stream(StreamingResponse):

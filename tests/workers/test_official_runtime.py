@@ -366,3 +366,27 @@ def test_scope_context_equals_the_official_run_in_two_sections(context: int, tmp
     engine.start()
     assert tokens_of(ask(engine, Prompt(ids, context), 8)) == tokens[0].tolist()
     engine.close()
+
+
+def test_an_aligned_pair_has_counterfactuals_too(pair: AlignedPair) -> None:
+    """A silent sharer and one that reads another text lead to other KV in the same slots, and the pair itself stays as
+    it was; the receiver alone reads its own template."""
+    from workers.counterfactual import otherwise
+
+    prompt = pair.chat(MESSAGES)
+    other: list[dict[str, Any]] = [{"role": "user", "content": "Report, ledger, item, price, buyer."}]
+    same = finish(pair, prompt).kv
+    shape = pair.decoder.shape
+    for kind in ("zero", "shuffled"):
+        got = finish(otherwise(pair, kind, other), prompt).kv  # type: ignore[arg-type]
+        assert got.keys[0].shape == same.keys[0].shape
+        assert any(not torch.allclose(got.values[i], same.values[i]) for i in range(shape.layers))
+    for mine, before in zip(finish(pair, prompt).kv.values, same.values, strict=True):
+        torch.testing.assert_close(mine, before, rtol=0, atol=0)
+    alone = otherwise(pair, "receiver", None)
+    ids = alone.chat(MESSAGES).ids
+    assert ids == tuple(
+        pair.decoder.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, enable_thinking=False)[
+            "input_ids"
+        ]
+    )
