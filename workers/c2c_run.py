@@ -82,7 +82,7 @@ class Run:
     """Include-response: the receiver's KV before fusing."""
 
 
-class _Given(DynamicCache):
+class Given(DynamicCache):
     """Another cache, grown by given K, V for the new tokens in place of those the model has just computed.
 
     `update` is the one place every decoder passes between RoPE and attention, whatever its attention module looks like.
@@ -321,7 +321,7 @@ def _response(
     for index, layer in enumerate(layers_of(run.clean)):
         own = layer.keys[:, :, span[0] :], layer.values[:, :, span[0] :]
         given.append(_fuse_layer(run, (0,), index, own, span, "sequential"))
-    return forward(run.receiver, ids, _Given(run.cache, given), mask, where, all_logits=all_logits)
+    return forward(run.receiver, ids, Given(run.cache, given), mask, where, all_logits=all_logits)
 
 
 @dataclass(frozen=True, slots=True)

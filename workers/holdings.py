@@ -174,7 +174,7 @@ class Holdings:
                 memory.fuser_part(folder, kind, receiver.dtype),
                 self._config,
                 cpu=cpu,
-                own=kind == "c2c",
+                own=pair_mode(config, folder, kind) == "fuse",
             )
         self._budget.promise(f"pair {config.name}", needs)
 
@@ -235,7 +235,7 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     folder = fuser_folder(config.fuser)
     file = pairs.read_pair(folder) if folder is not None and (folder / "pair.json").exists() else None
     kind = fuser_kind(config, folder)
-    mode = config.mode or (file.mode if file else "handover" if kind == "identity" else "fuse")
+    mode = pair_mode(config, folder, kind)
     scope = config.scope or (file.scope if file else "prompt")
     doubt = check_parties(file, sharer, receiver) if file is not None else ""
     runtime: Runtime
@@ -248,7 +248,7 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     elif kind == "c2c" and folder is not None:
         runtime = _official(config.name, folder, sharer, receiver, mode=mode, scope=scope, store=store, chunk=chunk)
     else:
-        fuser = load_fuser(kind, folder, receiver)
+        fuser = load_fuser(kind, folder, receiver, mode)
         _require_mode(config.name, fuser, mode)
         runtime = Paired(config.name, sharer, receiver, fuser, mode=mode, scope=scope, store=store, chunk=chunk)
     report = pairs.read_report(folder) if folder is not None else None
@@ -261,6 +261,15 @@ def fuser_kind(config: PairConfig, folder: Path | None) -> str:
     if folder is not None and (folder / "pair.json").exists():
         return pairs.read_pair(folder).fuser.kind
     return "identity" if config.fuser == "identity" else "c2c"
+
+
+def pair_mode(config: PairConfig, folder: Path | None, kind: str) -> str:
+    """As the config says, else `pair.json`, else what the kind is made for."""
+    if config.mode is not None:
+        return config.mode
+    if folder is not None and (folder / "pair.json").exists():
+        return pairs.read_pair(folder).mode
+    return "handover" if kind == "identity" else "fuse"
 
 
 def fuser_folder(fuser: str) -> Path | None:
@@ -290,7 +299,7 @@ def _fuser_from_hub(name: str) -> Path:
     return root / prefix if prefix else root
 
 
-def load_fuser(kind: str, folder: Path | None, receiver: Loaded) -> Fuser:
+def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> Fuser:
     """Our own networks. Raises LoadFailed."""
     if folder is None:
         raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")
@@ -298,7 +307,11 @@ def load_fuser(kind: str, folder: Path | None, receiver: Loaded) -> Fuser:
         from workers.fusers.lite import LiteFuser
 
         return LiteFuser.from_folder(folder, receiver.dtype, receiver.device)
-    raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, identity")
+    if kind == "linear":
+        from workers.fusers.linear import LinearFuser
+
+        return LinearFuser.from_folder(folder, receiver.dtype, receiver.device, mode=mode)
+    raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, linear, identity")
 
 
 def _require_mode(name: str, fuser: Fuser, mode: str) -> None:

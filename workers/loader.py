@@ -161,7 +161,8 @@ def kv_shape(text_config: Any) -> KVShape:
     """KV shape from a transformers text config."""
     heads = text_config.num_attention_heads
     rope = getattr(text_config, "rope_parameters", None) or {}
-    plain = rope.get("rope_type", "default") == "default"
+    # Turned in part only, a head is not what `fusers.rope` takes the rotation off.
+    plain = rope.get("rope_type", "default") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
     return KVShape(
         layers=int(text_config.num_hidden_layers),
         heads=int(getattr(text_config, "num_key_value_heads", None) or heads),

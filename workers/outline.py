@@ -112,8 +112,9 @@ def _rope(text: Any) -> str:
     found = getattr(text, "rope_parameters", None) or {}
     if "rope_theta" not in found:
         return "no rotary positions"
-    kind = found.get("rope_type", "default")
-    return f"{'plain' if kind == 'default' else kind} RoPE, theta {found['rope_theta']:g}"
+    kind, part = found.get("rope_type", "default"), found.get("partial_rotary_factor", 1.0)
+    named = "plain" if kind == "default" else kind
+    return f"{named if part == 1.0 else f'partial ({part:g})'} RoPE, theta {found['rope_theta']:g}"
 
 
 def _parameters(config: Any, source: str) -> int:

@@ -7,6 +7,7 @@ again backward to its activations; a trained one 6. So a token of training costs
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +30,8 @@ TFLOPS = 10.0
 """At 10 the official recipe takes the 35 hours that were measured for it on one A100."""
 LITE_RANK = 48
 """As in the bundled pair."""
+LINEAR_TOP = 3
+"""As `workers.fit_linear` takes by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def check(sharer: Outline, receiver: Outline, *, dtype: str = "float32", tflops:
         options = (
             _c2c(sharer, receiver, sharer.shape, receiver.shape, tokenizers, dtype, tflops),
             _lite(sharer, receiver, sharer.shape, receiver.shape, tokenizers, tflops),
+            _linear(sharer, receiver, sharer.shape, receiver.shape, tokenizers, tflops),
             _identity(sharer, receiver, tokenizers),
         )
         if not any(o.possible for o in options):
@@ -213,6 +217,27 @@ def _lite(
     cost = _training(sharer, receiver, parameters, tflops)
     # It computes in float32, whatever the models do.
     return Option("lite", "handover", ("prompt", "context"), True, "", parameters, parameters * 4, *cost)
+
+
+def _linear(
+    sharer: Outline, receiver: Outline, source: KVShape, target: KVShape, tokenizers: str, tflops: float
+) -> Option:
+    from workers.fusers.linear import LinearShape
+
+    mode = "fuse or handover"
+    if tokenizers == "alignment needed":
+        return Option("linear", mode, (), False, "the sharer would misread the receiver's token ids")
+    read = tuple(range(min(LINEAR_TOP, source.layers)))
+    try:
+        shape = LinearShape(source, target, (read,) * target.layers, (1.0,) * target.layers, 0.0, 1.0)
+    except LoadFailed as error:
+        return Option("linear", mode, (), False, str(error).removeprefix("linear fuser: "))
+    parameters = sum(math.prod(size) for size in shape.sizes.values())
+    # Nothing is learnt by gradients: both models read, and products of inputs and outputs are summed up.
+    flops = 2 * (sharer.parameters + receiver.parameters)
+    flops += 4 * target.layers * shape.inputs * (shape.inputs + shape.outputs)
+    hours = flops * 1e6 / (tflops * 1e12) / 3600
+    return Option("linear", mode, ("prompt", "context"), True, "", parameters, parameters * 4, flops, hours)
 
 
 def _identity(sharer: Outline, receiver: Outline, tokenizers: str) -> Option:

@@ -49,12 +49,13 @@ def found(check: Check) -> dict[str, bool]:
     return {o.kind: o.possible for o in check.options}
 
 
-YES = {"c2c": True, "lite": True, "identity": False}
-C2C = {"c2c": True, "lite": False, "identity": False}
-NONE = {"c2c": False, "lite": False, "identity": False}
+YES = {"c2c": True, "lite": True, "linear": True, "identity": False}
+NO_LITE = {"c2c": True, "lite": False, "linear": True, "identity": False}
+C2C = {"c2c": True, "lite": False, "linear": False, "identity": False}
+NONE = {"c2c": False, "lite": False, "linear": False, "identity": False}
 
 PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, bool]]] = {
-    "same config": ({}, "same", {"c2c": True, "lite": True, "identity": True}),
+    "same config": ({}, "same", dict.fromkeys(YES, True)),
     "fewer layers": ({"num_hidden_layers": 2}, "same", YES),
     "other theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "same", YES),
     "scaled RoPE": (
@@ -62,8 +63,9 @@ PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, bool]]] = {
         "same",
         C2C,
     ),
-    "other number of KV heads": ({"num_key_value_heads": 4}, "same", C2C),
-    "other head size": ({"head_dim": 32}, "same", C2C),
+    "RoPE on half a head": ({"kind": "Nemotron"}, "same", C2C),
+    "other number of KV heads": ({"num_key_value_heads": 4}, "same", NO_LITE),
+    "other head size": ({"head_dim": 32}, "same", NO_LITE),
     "another family": ({"kind": "Qwen3"}, "same", YES),
     "no rotary positions": ({"kind": "GPT2", "n_head": 4, "n_layer": 3, "n_embd": 64, "vocab_size": 400}, "same", C2C),
     "tokens that the other lacks": ({"altered": "more", "vocab_size": 401}, "ids pass", YES),
@@ -183,7 +185,7 @@ def test_the_command_tells_people_and_programs(tmp_path: Path) -> None:
     assert (text.exit_code, data.exit_code) == (0, 0)
     judged = json.loads(data.stdout)
     assert judged["ok"] is True
-    assert [o["kind"] for o in judged["options"] if o["possible"]] == ["c2c", "lite"]
+    assert [o["kind"] for o in judged["options"] if o["possible"]] == ["c2c", "lite", "linear"]
     for part in ("4 layers, 2 KV heads of 16", "0-1 from 2-3", "mode fuse", "mode handover", "not possible"):
         assert part in text.stdout
     odd = folder(tmp_path / "odd", "Mistral", sliding_window=16)

@@ -8,20 +8,18 @@ pieces is the KV projected at once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Change, KVShape
+from workers.fusers.folder import read_weights, save_weights
 from workers.fusers.rope import rotate, unrotate
 
 # Standardised inputs are cut here: the first token's KV stands tens of deviations away from all others'.
@@ -152,37 +150,19 @@ class LiteFuser:
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LiteFuser:
         """From `fuser.safetensors` and the shape in `pair.json`. Raises LoadFailed: missing, altered, or misfit."""
-        from workers.pairs import read_pair
-
-        info = read_pair(folder).fuser
-        if info.kind != cls.kind:
-            raise LoadFailed(f"{folder}: holds a fuser of kind {info.kind!r}, not {cls.kind!r}")
-        file = folder / "fuser.safetensors"
-        try:
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise LoadFailed(f"{file}: cannot be read ({error})") from error
-        if digest != info.digest:
-            raise LoadFailed(f"{file}: its SHA-256 is {digest[:12]}…, pair.json says {info.digest[:12]}…")
+        info, tensors = read_weights(folder, cls.kind)
         net = LiteNet(LiteShape.read(info.shape))
         try:
             net.load_state_dict({name: t.float() for name, t in tensors.items()})
         except RuntimeError as error:
-            raise LoadFailed(f"{file}: its tensors do not fit the shape in pair.json ({error})") from error
+            raise LoadFailed(f"{folder}: its tensors do not fit the shape in pair.json ({error})") from error
         net.requires_grad_(False).to(device)
-        return cls(net, dtype, digest)
+        return cls(net, dtype, info.digest)
 
     def save(self, folder: Path) -> LiteFuser:
-        """Write `fuser.safetensors` (bfloat16) aside, then rename; returns the fuser as it will be loaded."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stored = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in self.net.state_dict().items()}
-        aside = folder / ".fuser.safetensors.tmp"
-        save_file(stored, aside)
-        # safetensors creates the file for its owner alone; a pair is meant to be installed and shared.
-        aside.chmod(0o644)
-        digest = hashlib.sha256(aside.read_bytes()).hexdigest()
-        aside.rename(folder / "fuser.safetensors")
+        """Write `fuser.safetensors` in bfloat16; returns the fuser as it will be loaded."""
+        stored = {name: t.detach().to(torch.bfloat16) for name, t in self.net.state_dict().items()}
+        digest = save_weights(folder, stored)
         net = LiteNet(self.shape)
         net.load_state_dict({name: t.float() for name, t in stored.items()})
         net.requires_grad_(False).to(self.net.mean.device)

@@ -6,6 +6,8 @@ rotation off first and puts it on again behind. The convention is the one of Lla
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,20 @@ def unrotate(keys: Tensor, start: int, theta: float) -> Tensor:
 
 def _angles(keys: Tensor, start: int, theta: float) -> tuple[Tensor, Tensor]:
     tokens, size = keys.shape[-2:]
+    # Whether in inference mode is part of the name: what is made there cannot take part in training.
+    return _table(start, tokens, size, theta, keys.device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=4)
+def _table(
+    start: int, tokens: int, size: int, theta: float, device: torch.device, inference: bool
+) -> tuple[Tensor, Tensor]:
+    """Kept for the next layers of the same call: each copy to a device would wait for all that it has to do."""
     # On the CPU in float32, as transformers computes them: the same positions give the same bits on every device.
     inverse = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles = torch.outer(torch.arange(start, start + tokens, dtype=torch.float32), inverse)
     both = torch.cat((angles, angles), dim=-1)
-    return both.cos().to(keys.device), both.sin().to(keys.device)
+    return both.cos().to(device), both.sin().to(device)
 
 
 def _turn(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
