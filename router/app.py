@@ -42,7 +42,7 @@ from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
 log = structlog.get_logger("twolane.router")
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at the tenants' files."""
+"""Seconds between two looks at the configuration's file and the tenants'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ class App:
     def __init__(self, settings: Settings, parts: Parts, path: Path | None) -> None:
         self.parts = parts
         self._path = path
+        self._seen = _stamp(path)
         self._litellm: LiteLLMThread | None = None
         self.endpoint = Endpoint(self._dispatcher(settings), parts.tenants, settings.max_body_bytes)
         self._hot = {f"{version}{path}" for version in ("", "/v1") for path in PATHS}
@@ -81,6 +82,7 @@ class App:
 
     async def reload(self, who: str = "signal") -> dict[str, Any]:
         """Put the files as they are now in force. Raises ConfigError, and then all stays as it was."""
+        self._seen = _stamp(self._path)
         settings = self.endpoint.dispatcher.settings if self._path is None else config.load(self._path)
         dispatcher = self._dispatcher(settings)
         change = self.parts.tenants.reload(settings)
@@ -186,11 +188,19 @@ class App:
             log.error("reload_refused", who=who, error=str(error))
 
     async def _look(self) -> None:
-        """Take up tenant files when they change; a bad one leaves the running ones in force."""
+        """Take up the files when they change; a bad one leaves what runs in force."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
-            if self.parts.tenants.changed():
+            if self.parts.tenants.changed() or _stamp(self._path) != self._seen:
                 await self._reload_or_keep("file")
+
+
+def _stamp(path: Path | None) -> tuple[int, int] | None:
+    """Tells one writing of a file from another; None while it is not there."""
+    try:
+        return None if path is None else ((told := path.stat()).st_mtime_ns, told.st_size)
+    except OSError:
+        return None
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -197,7 +197,7 @@ class Deployment(Config):
     @cached_property
     def digest(self) -> str:
         """Of the entry without its secrets: a rotated key keeps the id."""
-        entry = _without_secrets(self.model_dump(mode="json", exclude_unset=True))
+        entry = without_secrets(self.model_dump(mode="json", exclude_unset=True))
         return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:12]
 
     @cached_property
@@ -328,13 +328,12 @@ def price(deployments: Sequence[Deployment], path: Path) -> None:
         deployment._listed = next((found[name] for name in deployment.priced_as if name in found), None)
 
 
-def _without_secrets(value: Any) -> Any:
+def without_secrets(value: Any) -> Any:
+    """A mapping without the keys that may hold keys, tokens, passwords or headers, at any depth."""
     if isinstance(value, dict):
-        return {
-            k: _without_secrets(v) for k, v in value.items() if _COUNTS.search(str(k)) or not _SECRET.search(str(k))
-        }
+        return {k: without_secrets(v) for k, v in value.items() if _COUNTS.search(str(k)) or not _SECRET.search(str(k))}
     if isinstance(value, list):
-        return [_without_secrets(v) for v in value]
+        return [without_secrets(v) for v in value]
     return value
 
 

@@ -133,7 +133,7 @@ NAMED: dict[str, dict[str, str]] = {
             "key_management_system key_management_settings use_azure_key_vault use_google_kms"
         ),
         "a hang-up always cancels upstream": "cancel_on_disconnect",
-        "files are read again on SIGHUP": "proxy_config_reload_interval_seconds",
+        "files are read again when they change, and on SIGHUP": "proxy_config_reload_interval_seconds",
         "there is no proxy in front that we trust": "use_x_forwarded_for",
         "only keys of tenants are known": "service_account_settings allow_user_auth oauth2_config_mappings",
         "the admission of requests is not configurable": (

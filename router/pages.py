@@ -23,6 +23,7 @@ from router.errors import BadRequest, Forbidden, RouterError, Unauthenticated, U
 from router.http import bearer, read_all
 from router.kv_admin import KVAdmin
 from router.limits import Limits
+from router.model_info import model_info
 from router.source import ConfigError
 from router.telemetry import CONTENT_TYPE, Metrics
 from router.tenants import Tenant
@@ -53,6 +54,7 @@ class Pages:
             *(Route(f"{v}{path}", self._wrong_method, methods=["GET"]) for v in ("", "/v1") for path in PATHS),
             *self._both("/models", self.models),
             *self._both("/models/{id:path}", self.model),
+            *self._both("/model/info", self.model_info),
             *self._both("/decide", self.decide, "POST"),
             *self._both("/decisions/{id}", self.decision),
             Route("/health/liveliness", self.alive),
@@ -93,6 +95,21 @@ class Pages:
         if name not in self._names(self._tenant(request)):
             raise UnknownModel(f"The model {name!r} does not exist.", param="model")
         return _json(self._model(name))
+
+    async def model_info(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        admin = self._endpoint.tenants.is_admin(bearer(request.scope["headers"]))
+        wanted = request.query_params.get("litellm_model_id")
+        data = [
+            model_info(deployment, admin=admin)
+            for group, members in self._endpoint.dispatcher.settings.groups.items()
+            if tenant.policy.terms.allows_model(group)
+            for deployment in members
+            if wanted in (None, deployment.id)
+        ]
+        if wanted is not None and not data:
+            raise BadRequest("There is no such model id.", status=404, code="model_not_found", param="litellm_model_id")
+        return _json({"data": data})
 
     def _names(self, tenant: Tenant) -> list[str]:
         settings = self._endpoint.dispatcher.settings

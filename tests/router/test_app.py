@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
 from router.app import create_app
 from router.settings import load_text
 from router.transports.cache import KnownFleet
-from tests.router.gateway import KEY, Upstream, deployment, router, until, upstream
+from tests.router.gateway import KEY, UP_KEY, Seen, Upstream, deployment, router, until, upstream
 from tests.router.test_cache import config as lanes
 from tests.router.test_cache import worker
 
@@ -129,6 +131,63 @@ async def test_tenant_files_are_taken_up_when_they_change(tmp_path: Path) -> Non
         os.utime(folder / "late.yaml")
         await until(lambda: door.app.parts.tenants.find("sk-late-0123456789") is not None)
         assert (await door.get("/v1/models", key="sk-late-0123456789")).status == 200
+
+
+async def test_the_configuration_is_taken_up_when_its_file_changes(tmp_path: Path) -> None:
+    """A file that is written is in force soon after; a bad one leaves what runs, and a stream goes on through both."""
+    passing = asyncio.Event()
+
+    async def slow(seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(seen.request)
+        await response.write(b'data: {"choices": [{"delta": {"content": "first"}}]}\n\n')
+        await passing.wait()
+        await response.write(b'data: {"choices": [{"delta": {"content": "last"}}]}\n\ndata: [DONE]\n\n')
+        return response
+
+    async with upstream() as up, router(tmp_path, _config(up)) as door:
+        up.answers["n"] = slow
+        running = asyncio.create_task(door.post(model="n", stream=True))
+        await until(lambda: any(s.body["model"] == "n" for s in up.seen))
+        file = tmp_path / "router.yaml"
+        written = yaml.safe_load(file.read_text())
+        written["model_list"].append(deployment("fresh", up))
+        file.write_text(yaml.safe_dump(written))
+        await until(lambda: "fresh" in door.app.endpoint.dispatcher.settings.groups)
+        file.write_text("model_list: [")
+        await asyncio.sleep(1.5)
+        assert (await door.post(model="fresh")).status == 200
+        file.write_text(yaml.safe_dump({**written, "model_list": written["model_list"][:3]}))
+        await until(lambda: "fresh" not in door.app.endpoint.dispatcher.settings.groups)
+        passing.set()
+        assert b"last" in (await running).raw
+
+
+async def test_model_info_shows_what_serves_and_no_secret(tmp_path: Path) -> None:
+    """Deployments with ids, prices and lanes in LiteLLM's shape; upstreams' addresses are for admins, keys for nobody."""
+    async with upstream() as up:
+        entry = deployment("m", up, input_cost_per_token=1e-6, extra_headers={"x-inner": "hidden-header"})
+        entry["model_info"] = {"id": "one", "max_input_tokens": 4096, "team": "blue"}
+        tenants = [{"name": "a", "key": KEY, "models": ["m"]}]
+        config = {"model_list": [entry, deployment("n", up)], "tenants": tenants}
+        async with router(tmp_path, config) as door:
+            seen = await door.get("/v1/model/info")
+            one = await door.get("/model/info?litellm_model_id=one")
+            none = await door.get("/model/info?litellm_model_id=two")
+            admin = await door.get("/model/info", key=MASTER)
+            nobody = await door.get("/model/info", key="sk-wrong")
+    (entry,) = seen.json["data"]
+    assert entry["model_name"] == "m"
+    assert entry["litellm_params"] == {"model": "openai/m"}
+    told = entry["model_info"]
+    assert (told["id"], told["max_input_tokens"], told["team"], told["db_model"]) == ("one", 4096, "blue", False)
+    assert (told["input_cost_per_token"], told["transport"], told["kind"]) == (1e-6, "text", "http")
+    assert one.json == seen.json
+    assert (none.status, nobody.status) == (404, 401)
+    assert [e["litellm_params"]["api_base"] for e in admin.json["data"]] == [up.base, up.base]
+    for answer in (seen, one, none, admin):
+        assert UP_KEY.encode() not in answer.raw
+        assert b"hidden-header" not in answer.raw
 
 
 def test_a_router_that_counts_alone_is_spared_redis() -> None:
