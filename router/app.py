@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from router import settings as config
 from router.audit import Audit
+from router.audit_sweep import sweep_for_ever
 from router.conversations import Conversations
 from router.course import Decisions
 from router.deployments import Deployment
@@ -164,6 +165,8 @@ class App:
             stack.push_async_callback(parts.fleet.close)
             look = asyncio.create_task(self._look())
             stack.push_async_callback(_ended, look)
+            retention = asyncio.create_task(sweep_for_ever(parts.audit.root, parts.tenants))
+            stack.push_async_callback(_ended, retention)
             self._on_sighup()
             gc.collect()
             gc.freeze()  # what is built now lives as long as the process: the collector need not walk it again

@@ -141,7 +141,7 @@ class Audit:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
             body = partial(_with_facts, _asked(call, decision), _facts(call))
-            entry = Entry("intent", body, call.id, {"request": _request(call)}, "full")
+            entry = Entry("intent", body, call.id, {"request": _request(call)}, "full", call.subject)
             await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
 
@@ -159,11 +159,20 @@ class Audit:
         if keep != "none":
             content = {"answer": outcome.answer, "hint": outcome.hint, "request": None if begun else _request(call)}
             texts = {name: text for name, text in content.items() if text is not None}
-        entry = Entry("outcome", body, call.id, texts, keep)
+        entry = Entry("outcome", body, call.id, texts, keep, call.subject)
         if regulated:
             await self._durable(entry, call.tenant.name, call.tenant)
         else:
             self._put(entry, call.tenant.name, None, asker=call.tenant)
+
+    async def chunk(self, call: Call, number: int, piece: bytes, hint: str | None = None) -> None:
+        """A piece of a streamed answer, before it is relayed; `hint` is a relay's, with the first. Durable on return.
+
+        One piece is what was read from the upstream at once: while a commit lasts the next one gathers there.
+        """
+        texts = {"chunk": piece} if hint is None else {"hint": hint.encode(), "chunk": piece}
+        keep: Content = "full" if self.regulated(call.tenant) else call.tenant.audit.content
+        await self._durable(Entry("chunk", {"n": number}, call.id, texts, keep, call.subject), call.tenant.name)
 
     async def control(self, what: str, who: str, detail: dict[str, Any], tenant: str | None = None) -> None:
         """Something done to the router, or to one tenant's part of it. Durable on return; raises Unrecorded."""

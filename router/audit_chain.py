@@ -20,33 +20,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.audit_keys import (
-    AuditError,
-    DataKey,
-    Signer,
-    chain_folder,
-    key_path,
-    replace_secret,
-    signed_by,
-    statement,
-    sync_folder,
-)
+from router.audit_keys import AuditError, Signer, chain_folder, signed_by, statement, sync_folder
 from router.audit_lines import (
-    BATCH,
+    FORMAT,
     HEAD,
     NOTHING,
     Head,
-    Record,
     Segment,
+    check_unsigned,
     last_line,
     open_line,
     read_head,
-    read_lines,
     seal_line,
     segments,
 )
+from router.audit_vault import Vault, day_of
 
 Content = Literal["none", "hash", "full"]
+CONTENT_HEAD = ("keep", "key", "day", "subject")
+"""Members of a record's `content` that are no texts."""
 
 _LOCK_PATIENCE = 5.0
 
@@ -57,12 +49,14 @@ _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the second
 class Entry:
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
-    kind: Literal["intent", "outcome", "control"]
+    kind: Literal["intent", "chunk", "outcome", "control"]
     body: dict[str, Any] | Callable[[], dict[str, Any]]
     """A function is called when the record is written, by the thread that writes it."""
     id: str = ""
     content: dict[str, bytes] = field(default_factory=dict)
     keep: Content = "none"
+    subject: str | None = None
+    """The person whom the content is about, as the caller names them. Never written as it stands."""
     at: float = field(default_factory=time.time)
 
 
@@ -97,6 +91,7 @@ class Chain:
         self._rotate_bytes = rotate_bytes
         self._every = checkpoint_every
         self._state: _State | None = None
+        self._vault: Vault | None = None
         self._loose = 0
         """Records of ours since the last checkpoint."""
 
@@ -105,39 +100,48 @@ class Chain:
 
         Raises AuditError or OSError when nothing could be written; then nothing was.
         """
-        with self._locked():
-            state = self._current()
-            lines = _Lines(self, state, DataKey.load(self.root, self.tenant))
-            results = [lines.add(entry) for entry in entries]
-            if (state.seq - 1) // self._every != (lines.seq - 1) // self._every:
-                lines.add_checkpoint(self._signer)
-            self._commit(state, lines)
-            return results
+        with self.locked():
+            return self.write(entries)
 
     def close(self) -> None:
         """Put a checkpoint over what this process wrote."""
         if self._loose:
-            with self._locked():
+            with self.locked():
                 state = self._current()
-                lines = _Lines(self, state, DataKey.load(self.root, self.tenant))
+                lines = _Lines(self, state, self.vault())
                 lines.add_checkpoint(self._signer)
                 self._commit(state, lines)
 
-    def erase(self, who: str) -> None:
-        """Destroy the key of all content so far, and begin a new one. The chain keeps its records, and names `who`."""
-        with self._locked():
-            old, new = DataKey.load(self.root, self.tenant), DataKey(secrets.token_bytes(32))
-            detail = {"key": old.id, "next": new.id}
-            for what in ("erasing", "erased"):
-                state = self._current()
-                lines = _Lines(self, state, old)
-                lines.add(control(what, who, detail))
-                self._commit(state, lines)
-                if what == "erasing":
-                    replace_secret(key_path(self.root, self.tenant), new.raw.hex())
+    def write(self, entries: Sequence[Entry]) -> list[Exception | None]:
+        """`append` for who holds the lock already."""
+        state = self._current()
+        lines = _Lines(self, state, self.vault())
+        results = [lines.add(entry) for entry in entries]
+        if (state.seq - 1) // self._every != (lines.seq - 1) // self._every:
+            lines.add_checkpoint(self._signer)
+        self._commit(state, lines)
+        return results
+
+    def note(self, what: str, who: str, detail: dict[str, Any]) -> None:
+        """One control record, durable on return, under the lock. Raises AuditError or OSError."""
+        for error in self.write([control(what, who, detail)]):
+            if error is not None:
+                raise AuditError(f"the record cannot be written: {error}") from error
+
+    def vault(self) -> Vault:
+        """The keys of this tenant's content as they are now."""
+        if self._vault is None or not self._vault.fresh():
+            self._vault = None
+            self._vault = Vault.load(self.root, self.tenant)
+        return self._vault
+
+    def begin(self) -> None:
+        """Make sure that there is a chain, under the lock."""
+        self._current()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Nobody else writes to this chain meanwhile. Raises AuditError when somebody else does, for seconds."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -170,19 +174,18 @@ class Chain:
         if not signed_by(self._signer.public, head.sig, statement(self.tenant, head.chain, head.seq, head.hash)):
             raise AuditError(f"{self.folder / HEAD}: not signed by our key")
         if head.seq < 0:
-            DataKey.create(self.root, self.tenant)
+            self._vault = Vault.create(self.root, self.tenant, day_of(time.time()))
         state, torn = _end(head, found)
         last = state.seq - 1
         if last < head.seq or (last == head.seq and state.prev != head.hash):
             raise AuditError(f"{self.folder}: the records end before, or differ from, the signed head at {head.seq}")
         if last > head.seq:
-            _check_unsigned(head, found, state)
+            check_unsigned(head, found, state.prev)
         if torn:
             # Nothing is written after torn bytes: the next record opens a new file.
             state.segment, state.size = Segment(found[-1].number, "", found[-1].path), 0
         if state.seq == 0:
-            key = DataKey.load(self.root, self.tenant)
-            self._note(state, "opened", {"key": key.id, "torn_bytes": torn})
+            self._note(state, "opened", {"key": self.vault().id, "torn_bytes": torn})
         elif last > head.seq or torn:
             self._note(state, "recovered", {"unsigned": last - head.seq, "torn_bytes": torn})
         return state
@@ -200,7 +203,7 @@ class Chain:
         return head
 
     def _note(self, state: _State, what: str, detail: dict[str, Any]) -> None:
-        lines = _Lines(self, state, DataKey.load(self.root, self.tenant))
+        lines = _Lines(self, state, self.vault())
         lines.add(control(what, "router", detail))
         self._commit(state, lines)
 
@@ -212,6 +215,7 @@ class Chain:
         """Records first, then the head over them; where either fails, the file is as it was before."""
         if not lines.lines:
             return
+        lines.vault.save()
         block = b"".join(lines.lines)
         segment, size = self._segment(state)
         fd = os.open(segment.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -234,7 +238,7 @@ class Chain:
 
     def _segment(self, state: _State) -> tuple[Segment, int]:
         """The file for the next batch and its size: a new one each day, and when the last is full."""
-        today = datetime.now(UTC).strftime("%Y%m%d")
+        today = day_of(time.time())
         last = state.segment
         if last is not None and last.date == today and state.size < self._rotate_bytes:
             return last, state.size
@@ -252,11 +256,11 @@ class Chain:
 class _Lines:
     """The lines of one commit, in the making."""
 
-    def __init__(self, chain: Chain, state: _State, key: DataKey) -> None:
+    def __init__(self, chain: Chain, state: _State, vault: Vault) -> None:
         self.seq, self.prev = state.seq, state.prev
         self.lines: list[bytes] = []
         self.checkpointed = False
-        self._tenant, self._chain, self._key = chain.tenant, state.chain, key
+        self._tenant, self._chain, self.vault = chain.tenant, state.chain, vault
 
     def add(self, entry: Entry) -> Exception | None:
         """None, or why the entry cannot be written as JSON."""
@@ -277,7 +281,7 @@ class _Lines:
         moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds")
         body: dict[str, Any] = {"seq": self.seq, "prev": self.prev, "ts": moment, "tenant": self._tenant, "kind": kind}
         if self.seq == 0:
-            body["chain"] = self._chain
+            body |= {"chain": self._chain, "format": FORMAT}
         for part in members:
             body |= part
         line, self.prev = seal_line(body)
@@ -287,13 +291,15 @@ class _Lines:
     def _content(self, entry: Entry) -> dict[str, Any]:
         if entry.keep == "none" or not entry.content:
             return {}
+        vault = self.vault
+        day = max(day_of(entry.at), vault.first)
+        whose = {} if entry.subject is None else {"subject": vault.subject(entry.subject)}
+        key = vault.content_key(day, whose.get("subject"))
         if entry.keep == "hash":
-            kept = {name: self._key.digest(text) for name, text in entry.content.items()}
+            kept = {name: key.digest(text) for name, text in entry.content.items()}
         else:
-            kept = {
-                n: self._key.seal(t, bound(self._tenant, self._chain, entry.id, n)) for n, t in entry.content.items()
-            }
-        return {"content": {"keep": entry.keep, "key": self._key.id, **kept}}
+            kept = {n: key.seal(t, bound(self._tenant, self._chain, entry.id, n)) for n, t in entry.content.items()}
+        return {"content": {"keep": entry.keep, "key": vault.id, "day": day, **whose, **kept}}
 
 
 def control(what: str, who: str, detail: dict[str, Any]) -> Entry:
@@ -318,23 +324,6 @@ def _end(head: Head, found: list[Segment]) -> tuple[_State, int]:
             last = open_line(line)
             return _State(head.chain, last.seq + 1, last.hash, newest, size), torn_bytes
     return _State(head.chain, 0, NOTHING, newest, size), torn_bytes
-
-
-def _check_unsigned(head: Head, found: list[Segment], state: _State) -> None:
-    """Records after the head are what a crash leaves: few, and chained to it. Raises AuditError where they are not."""
-    later: list[Record] = []
-    for segment in reversed(found):
-        lines = [open_line(line) for line, whole in read_lines(segment.path) if whole]
-        later = [record for record in lines if record.seq > head.seq] + later
-        if any(record.seq <= head.seq for record in lines):
-            break
-    hash = head.hash
-    for record in later:
-        if record.prev != hash:
-            raise AuditError(f"record {record.seq} after the signed head is not chained to it")
-        hash = record.hash
-    if hash != state.prev or len(later) > BATCH + 1:
-        raise AuditError(f"{len(later)} records after the signed head: more than a crash leaves")
 
 
 def _try_lock(fd: int) -> bool:

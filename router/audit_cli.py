@@ -1,37 +1,19 @@
-"""`twolane audit`: does the log hold, what does it say, and texts to forget."""
+"""`twolane audit`: does the log hold, and what does it say. What is kept and for how long: `audit_custody_cli`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
+from router import audit_custody_cli as custody_cli
 from router import audit_verify
-from router.audit_chain import Chain
-from router.audit_keys import AuditError, Signer
+from router.audit_keys import AuditError
 from router.audit_lines import Record
+from router.audit_options import log_folder, which_log
 from router.audit_verify import Report
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def which_log(command: _F) -> _F:
-    """`--dir`, or the folder that a configuration file names."""
-    folder = click.option(
-        "--dir",
-        "root",
-        envvar="TWOLANE_AUDIT_DIR",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Folder of the audit log.",
-    )
-    config = click.option(
-        "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Or its config."
-    )
-    return folder(config(command))
 
 
 @click.group("audit")
@@ -70,47 +52,14 @@ def show(root: Path | None, config: Path | None, wanted: str | None, content: bo
     folder = log_folder(root, config)
     if tenant not in audit_verify.tenants(folder):
         raise click.ClickException(f"{folder}: no chain of {tenant!r}")
-    chain = ""
     try:
+        chain = audit_verify.chain_of(folder, tenant)
         for record in audit_verify.records(folder, tenant):
-            chain = record.body.get("chain", chain)
             if wanted in (None, record.body.get("id")):
                 texts = _texts(folder, tenant, chain, record) if content else {}
                 shown = record.body | {"hash": record.hash} | ({"texts": texts} if texts else {})
                 click.echo(json.dumps(shown, ensure_ascii=False) if as_json else _line(record, texts))
     except AuditError as error:
-        raise click.ClickException(str(error)) from error
-
-
-@audit_commands.command("erase")
-@which_log
-@click.option("--who", required=True, help="Name of the person who asks; stands in the log.")
-@click.confirmation_option(prompt="Destroy the key of all texts recorded so far?")
-@click.argument("tenant")
-def erase(root: Path | None, config: Path | None, who: str, tenant: str) -> None:
-    """Make all texts of TENANT unreadable for ever; its chain still holds. The router may be running."""
-    folder = log_folder(root, config)
-    if tenant not in audit_verify.tenants(folder):
-        raise click.ClickException(f"{folder}: no chain of {tenant!r}")
-    try:
-        Chain(folder, tenant, Signer.load(folder)).erase(who)
-    except (AuditError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"{tenant}: texts erased")
-
-
-def log_folder(root: Path | None, config: Path | None) -> Path:
-    """The folder that `which_log` names."""
-    if root is not None:
-        return root
-    if config is None:
-        raise click.UsageError("say which log: --dir FOLDER or --config FILE")
-    from router import settings
-    from router.source import ConfigError
-
-    try:
-        return settings.load(config).audit.dir
-    except ConfigError as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -150,6 +99,8 @@ def _line(record: Record, texts: dict[str, str]) -> str:
             told = f"{body.get('id')} {body.get('model')} -> {body.get('chosen')}"
         case "outcome":
             told = f"{body.get('id')} {body.get('result')} {body.get('status')} {body.get('deployment') or '-'}"
+        case "chunk":
+            told = f"{body.get('id')}"
         case "control":
             told = f"{body.get('what')} by {body.get('who')} {json.dumps(body.get('detail'))}"
         case _:
@@ -158,3 +109,7 @@ def _line(record: Record, texts: dict[str, str]) -> str:
         [f"{record.seq:>8} {body.get('ts')} {body.get('kind'):<10} {told}"]
         + [f"         {name}: {text}" for name, text in texts.items()]
     )
+
+
+for _command in (custody_cli.erase, custody_cli.hold, custody_cli.holds, custody_cli.retain):
+    audit_commands.add_command(_command)

@@ -1,14 +1,13 @@
-"""Keys of the audit log: one that signs heads and checkpoints, and one per tenant that seals content.
+"""The key that signs heads and checkpoints, where keys lie, and how a secret is written.
 
 All lie in `_keys/` under the audit folder, readable by the router alone: `_signing.key` (Ed25519, raw, hex),
-`_signing.pub` (readable by all), `TENANT.key` (32 bytes for AES-256-GCM, hex). A key that others can read is refused.
+`_signing.pub` (readable by all), and what seals content (`audit_vault`). A key that others can read is refused.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
 import os
 import secrets
 from dataclasses import dataclass
@@ -16,18 +15,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEYS = "_keys"
 ROUTER = "_router"
-POLICIES = "_policies"
 """Chain of what concerns no single tenant. No tenant's folder begins with `_`."""
+POLICIES = "_policies"
 
 SIGNING = "_signing"
-
-_NONCE = 12
 
 
 class AuditError(Exception):
@@ -51,6 +47,11 @@ def key_path(root: Path, tenant: str) -> Path:
 def statement(tenant: str, chain: str, seq: int, hash: str) -> bytes:
     """What a signature says: record `seq` of this chain of this tenant has this hash."""
     return msgspec.json.encode(["twolane-audit/1", tenant, chain, seq, hash])
+
+
+def pruned_statement(tenant: str, chain: str, seq: int, hash: str, segment: int, before: str) -> bytes:
+    """What stands for files that were removed: all up to this one, whose last record this is, of days before."""
+    return msgspec.json.encode(["twolane-audit-pruned/1", tenant, chain, seq, hash, segment, before])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +107,6 @@ def signed_by(public: bytes, signature: str, said: bytes) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class DataKey:
-    """Seals and digests one tenant's content. Destroying the key file destroys the content."""
-
-    raw: bytes
-
-    @classmethod
-    def load(cls, root: Path, tenant: str) -> DataKey:
-        return cls(read_secret(key_path(root, tenant)))
-
-    @classmethod
-    def create(cls, root: Path, tenant: str) -> DataKey:
-        """The first key of a chain; an existing one is kept."""
-        return cls(read_secret(create_secret(key_path(root, tenant), secrets.token_hex(32))))
-
-    @property
-    def id(self) -> str:
-        return key_id(self.raw)
-
-    def seal(self, plain: bytes, bound: bytes) -> str:
-        """AES-256-GCM under a random nonce; opens only together with `bound`."""
-        nonce = secrets.token_bytes(_NONCE)
-        return base64.b64encode(nonce + AESGCM(self.raw).encrypt(nonce, plain, bound)).decode()
-
-    def open(self, sealed: str, bound: bytes) -> bytes:
-        """Raises AuditError when the key is another one or the text was changed."""
-        try:
-            raw = base64.b64decode(sealed, validate=True)
-            return AESGCM(self.raw).decrypt(raw[:_NONCE], raw[_NONCE:], bound)
-        except (InvalidTag, ValueError) as error:
-            raise AuditError("content does not open: its key was erased, or it was changed") from error
-
-    def digest(self, plain: bytes) -> str:
-        """Keyed SHA-256: tells equal content from different, and cannot be guessed without the key."""
-        return hmac.new(hashlib.sha256(b"twolane-audit-digest/1" + self.raw).digest(), plain, "sha256").hexdigest()
-
-
 def create_secret(path: Path, content: str) -> Path:
     """Write a file for the owner alone, whole or not at all; a file that is there already wins."""
     if path.exists():
@@ -168,15 +132,24 @@ def replace_secret(path: Path, content: str) -> None:
 def read_secret(path: Path) -> bytes:
     """32 bytes. Raises AuditError when the file is missing, malformed, or readable by others."""
     try:
-        mode = path.stat().st_mode
-        raw = bytes.fromhex(path.read_text())
-    except (OSError, ValueError) as error:
+        raw = bytes.fromhex(read_private(path))
+    except ValueError as error:
         raise AuditError(f"{path}: no key ({type(error).__name__})") from error
-    if mode & 0o077:
-        raise AuditError(f"{path}: others can read this key; set its mode to 0600")
     if len(raw) != 32:
         raise AuditError(f"{path}: not a key of 32 bytes")
     return raw
+
+
+def read_private(path: Path) -> str:
+    """A file's text. Raises AuditError when it is missing, or readable by others."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AuditError(f"{path}: no key ({type(error).__name__})") from error
+    if mode & 0o077:
+        raise AuditError(f"{path}: others can read this key; set its mode to 0600")
+    return text
 
 
 def sync_folder(path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What lies on disk: lines, segments and the signed head of one chain. Reads and shapes; writes nothing.
+"""What lies on disk: lines, segments, the signed head, the mark of what was removed. Reads and shapes only.
 
 A line is a JSON object whose last member is `hash`: SHA-256 over the line's bytes without that member. A segment is a
 file `NNNNNN-YYYYMMDD.jsonl`; numbers have no gap, the date is the UTC day it was begun. `head.json` is 512 bytes,
-overwritten in place, and says which record was the last one acknowledged.
+overwritten in place, and says which record was the last one acknowledged. `pruned.json`, where there is one, is signed
+and says up to which record files were removed because their retention had ended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from router.audit_keys import AuditError
 NOTHING = "0" * 64
 """`prev` of the first record."""
 HEAD = "head.json"
+PRUNED = "pruned.json"
+FORMAT = 1
+"""Of records; named by the first of a chain."""
 HEAD_BYTES = 512
 BATCH = 256
 """Records that one commit may hold; a crash leaves at most so many that nobody was promised."""
@@ -40,6 +44,31 @@ class Head(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self).ljust(HEAD_BYTES - 1) + b"\n"
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """Files that are no more: all up to number `segment`, with records up to `seq`, of days before `before`."""
+
+    chain: str
+    seq: int
+    hash: str
+    segment: int
+    before: str
+    key: str
+    sig: str
+
+
+class Anchored(msgspec.Struct, frozen=True):
+    """A signed head as it was handed elsewhere, and when."""
+
+    v: int
+    ts: str
+    tenant: str
+    chain: str
+    seq: int
+    hash: str
+    key: str
+    sig: str
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -81,10 +110,11 @@ def open_line(line: bytes) -> Record:
         raise AuditError(f"not a record ({type(error).__name__})") from error
 
 
-def segments(folder: Path) -> list[Segment]:
-    """In order of their numbers."""
+def segments(folder: Path, after: int = 0) -> list[Segment]:
+    """In order of their numbers; only those beyond `after`."""
     named = ((match, path) for path in folder.iterdir() if (match := _SEGMENT.match(path.name)))
-    return sorted((Segment(int(m[1]), m[2], path) for m, path in named), key=lambda s: s.number)
+    found = sorted((Segment(int(m[1]), m[2], path) for m, path in named), key=lambda s: s.number)
+    return [segment for segment in found if segment.number > after]
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
@@ -104,6 +134,36 @@ def read_head(folder: Path) -> Head | None:
         return msgspec.json.decode(raw, type=Head)
     except msgspec.MsgspecError as error:
         raise AuditError(f"{folder / HEAD}: not a head ({error})") from error
+
+
+def read_pruned(folder: Path) -> Pruned | None:
+    """None where nothing was removed. Raises AuditError when it cannot be read."""
+    try:
+        return msgspec.json.decode((folder / PRUNED).read_bytes(), type=Pruned)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise AuditError(f"{folder / PRUNED}: cannot be read ({error})") from error
+
+
+def check_unsigned(head: Head, found: list[Segment], last: str) -> None:
+    """Records after the head are what a crash leaves: few, and chained to it, up to the hash `last`.
+
+    Raises AuditError where they are not.
+    """
+    later: list[Record] = []
+    for segment in reversed(found):
+        lines = [open_line(line) for line, whole in read_lines(segment.path) if whole]
+        later = [record for record in lines if record.seq > head.seq] + later
+        if any(record.seq <= head.seq for record in lines):
+            break
+    hash = head.hash
+    for record in later:
+        if record.prev != hash:
+            raise AuditError(f"record {record.seq} after the signed head is not chained to it")
+        hash = record.hash
+    if hash != last or len(later) > BATCH + 1:
+        raise AuditError(f"{len(later)} records after the signed head: more than a crash leaves")
 
 
 def last_line(path: Path) -> tuple[bytes | None, int]:

@@ -38,6 +38,8 @@ class Call:
     """On the `perf_counter` clock; None where the caller set no bound."""
     headers: dict[str, str] = field(default_factory=dict)
     """Caller's headers that concern policy (session, tags), lower case; never credentials."""
+    subject: str | None = None
+    """The person it is about, where the tenant's `audit.subject` says to look for one. For the audit alone."""
     decided: list[tuple[Facts, Decision]] = field(default_factory=list)
     """All that was decided for this request, in order: for the group asked for, its fallback groups, a relay's halves.
     A copy made by `replace` shares it."""

@@ -57,6 +57,8 @@ class Course:
     """Model groups visited after the first."""
     spare: str | None = None
     """The group that answered in place of the one asked for."""
+    held: int = 0
+    """Pieces of a stream that were recorded before they were relayed."""
     finished: bool = False
 
     @property

@@ -276,6 +276,19 @@ class Dispatcher:
         """The record holds what was answered, in whole or as a digest."""
         return self.audit is not None and (self._regulated(call) or call.tenant.audit.content != "none")
 
+    def holds_stream(self, call: Call) -> bool:
+        """Each piece of a streamed answer must be on record before it is relayed."""
+        hold = call.tenant.audit.hold_stream
+        return self._regulated(call) if hold is None else hold
+
+    async def hold(self, course: Course, piece: bytes) -> None:
+        """Record a piece of a streamed answer. Raises Unrecorded; the caller must then not get it."""
+        audit = self._recorder()
+        reply = course.reply
+        hint = reply.hint if reply is not None and not course.held else None
+        await audit.chunk(course.call, course.held, piece, hint)
+        course.held += 1
+
     async def _record(self, course: Course, outcome: Outcome, error: RouterError | None, answer: bytes | None) -> None:
         if self.audit is None:
             if self._regulated(course.call) and outcome == "ok":

@@ -10,6 +10,7 @@ import random
 import time
 from typing import get_args
 
+import msgspec
 import structlog
 
 from policies.facts import Hint
@@ -134,6 +135,7 @@ class Streaming:
         self._send = send
         self._watch = watch
         self._said: list[bytes] | None = [] if dispatcher.keeps_answer(course.call) else None
+        self._hold = dispatcher.holds_stream(course.call)
 
     async def run(self) -> None:
         """Relay to the end; a hang-up, ours or the upstream's, closes everything in either direction."""
@@ -156,12 +158,18 @@ class Streaming:
         assert frames is not None  # noqa: S101  (run is for streams)
         try:
             async for frame in frames:
+                last = frame.endswith(DONE)
+                if self._hold and not last:
+                    await self._dispatcher.hold(self._course, frame)
                 if self._said is not None:
                     self._said.append(frame)
-                if frame.endswith(DONE):
+                if last:
                     held = frame
                 else:
                     await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        except Unrecorded as error:
+            self._reply.error = error.code
+            return error_frame(error)
         except Exception as error:
             log.exception("stream_failed", request_id=self._course.call.id, error=type(error).__name__)
             self._reply.error = "internal_error"
@@ -219,7 +227,16 @@ def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float
         budget_ms=_budget(told.get("budget")),
         pinned=told.get("pinned") or None,
         session=told.get("session") or None,
+        subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, scope["headers"]),
     )
+
+
+def read_subject(where: str, fields: dict[str, msgspec.Raw], headers: list[Header]) -> str | None:
+    """The person a request is about; None where it names none. Raises BadRequest where the field is no text."""
+    if where.startswith("header:"):
+        name = where.removeprefix("header:").lower().encode()
+        return picked(headers, {name: "subject"}).get("subject") or None
+    return read_text(fields, where) or None
 
 
 def _hint(value: str | None) -> Hint:

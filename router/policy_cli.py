@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from router import audit_verify
-from router.audit_cli import log_folder, which_log
 from router.audit_keys import AuditError
+from router.audit_options import log_folder, which_log
 from router.policy_replay import Again, replay
 from router.policy_versions import Version, changes, read_version
 from router.source import ConfigError

@@ -38,6 +38,11 @@ class AuditPolicy(Config):
     content: Literal["none", "hash", "full"] = "hash"
     retention: Span | None = None
     """Seconds; null keeps for ever."""
+    subject: str | None = Field(None, pattern=r"^(header:)?[A-Za-z0-9_-]{1,64}$")
+    """Where a request names the person it is about: a top-level field of the body (`user`), or `header:NAME`. Their
+    content gets a key of its own, so that it can be erased or held alone."""
+    hold_stream: bool | None = None
+    """Whether each piece of a stream is on disk before it is relayed; null means for regulated tenants."""
     shadow_text: Share = 0.0
     """Share of cache-lane answers whose relay twin is run afterwards and stored beside them."""
 

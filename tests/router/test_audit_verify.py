@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from router.audit_chain import Chain, Entry, bound
 from router.audit_cli import audit_commands
-from router.audit_keys import AuditError, DataKey, Signer, chain_folder, folder, statement
+from router.audit_keys import AuditError, Signer, chain_folder, folder, statement
 from router.audit_lines import BATCH, NOTHING, Head, open_line, read_head, seal_line
+from router.audit_vault import ContentKey
 from router.audit_verify import records, verify
 
 Attack = Callable[[Path, random.Random], None]
@@ -401,7 +402,7 @@ def test_line_is_identity(more: dict[str, Any]) -> None:
 
 def test_sealed_text_belongs_to_its_record(tmp_path: Path) -> None:
     """Sealed text opens under its own tenant, chain, request and name only."""
-    key = DataKey.create(tmp_path, "bank")
+    key = ContentKey(bytes(32))
     sealed = key.seal(b"text", bound("bank", "c", "dec_1", "answer"))
     assert key.open(sealed, bound("bank", "c", "dec_1", "answer")) == b"text"
     for other in (("lab", "c", "dec_1", "answer"), ("bank", "c", "dec_2", "answer"), ("bank", "c", "dec_1", "request")):
@@ -420,7 +421,9 @@ def test_command(log: Path) -> None:
     assert [t["kind"] for t in told] == ["intent", "outcome"]
     assert told[0]["texts"] == {"request": "text " * 18}
     assert "text " * 18 not in run(audit_commands, ["show", "--dir", str(log), "bank"]).output
-    erased = run(audit_commands, ["erase", "--dir", str(log), "bank", "--who", "ann", "--yes"])
+    erased = run(
+        audit_commands, ["erase", "--dir", str(log), "--tenant", "bank", "--by", "ann", "--reason", "asked", "--yes"]
+    )
     assert erased.exit_code == 0
     assert verify(log, "bank").faults == []
     assert "was erased" in run(audit_commands, ["show", "--dir", str(log), "bank", "--content"]).output
@@ -440,8 +443,9 @@ def test_command(log: Path) -> None:
         (["verify", "--dir", "LOG", "nobody"], 1),
         (["verify", "--dir", "LOG", "--key", "00" * 32], 1),
         (["show", "--dir", "LOG", "nobody"], 1),
-        (["erase", "--dir", "LOG", "nobody", "--who", "ann", "--yes"], 1),
-        (["erase", "--dir", "LOG", "bank"], 2),
+        (["erase", "--dir", "LOG", "--tenant", "nobody", "--by", "ann", "--reason", "r", "--yes"], 1),
+        (["erase", "--dir", "LOG", "--tenant", "bank", "--by", "ann", "--yes"], 2),
+        (["hold", "--dir", "LOG", "--tenant", "bank", "--by", "ann", "--reason", "r", "--release"], 1),
     ],
 )
 def test_command_used_badly(log: Path, arguments: list[str], status: int) -> None:
