@@ -8,8 +8,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from policies.facts import Decision, DeploymentFacts, Facts, Judged
-from policies.policy import Policy, Terms
-from policies.rules import RULES, Rule, judge_all, overshoot
+from policies.policy import Policy
+from policies.rule import Rule
+from policies.rules import RULES, judge_all, overshoot
+from policies.terms import Terms
 
 
 class _Survivor(NamedTuple):
@@ -25,17 +27,34 @@ class _Survivor(NamedTuple):
 
 
 def decide(policy: Policy, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Decision:
-    """Judge every deployment and rank those that no rule refuses. Never raises."""
+    """Judge every deployment and rank those that no rule refuses: `rules`, then the policy's own. Never raises."""
     terms = policy.terms
+    if terms.own:
+        rules = (*rules, *terms.own)
     answers = judge_all(terms, facts, facts.deployments, rules)
     judged = tuple([Judged(d.id, d.transport, found) for d, (found, _) in zip(facts.deployments, answers, strict=True)])
     allowed = [d for d, (_, passed) in zip(facts.deployments, answers, strict=True) if passed]
     if not allowed:
-        return Decision(facts.model, (), _first(judged[0]) if judged else "no_deployments", judged)
+        reason = _first(judged[0]) if judged else "no_deployments"
+        return Decision(facts.model, (), reason, judged, False, _cases(terms, facts))
     ranked = _rank(_survivors(terms, facts, allowed), facts.draw)
     missed = ranked[0].over > 1
     reason = _reason(terms, facts, judged, ranked)
-    return Decision(facts.model, tuple(s.deployment.id for s in ranked), reason, judged, missed)
+    return Decision(facts.model, tuple(s.deployment.id for s in ranked), reason, judged, missed, _cases(terms, facts))
+
+
+def _cases(terms: Terms, facts: Facts) -> tuple[str, ...]:
+    if not terms.cases:
+        return ()
+    try:
+        return terms.cases_of(facts)
+    except Exception:  # the rule met the same fault and refused with its name
+        return ()
+
+
+def rule_names(policy: Policy) -> tuple[str, ...]:
+    """Names of the rules whose verdicts a decision under this policy holds, in their order."""
+    return tuple(rule.name for rule in (*RULES, *policy.terms.own))
 
 
 def _survivors(terms: Terms, facts: Facts, allowed: list[DeploymentFacts]) -> list[_Survivor]:

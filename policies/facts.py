@@ -95,6 +95,9 @@ class Facts:
     conversation: float | None = None
     """Digest of the conversation as a number on [0, 1); None where it is not known."""
     labels: dict[str, str] = field(default_factory=dict)
+    """`tenant`, and what the request is labelled as; values that sources did not agree on are joined by commas."""
+    use_case: str | None = None
+    """That the caller's key is bound to; requests of other keys may belong to one by a label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ class Decision:
     """Why the first of `ranked` was chosen, or the first refusal's code when none survived."""
     judged: tuple[Judged, ...]
     budget_missed: bool = False
+    use_cases: tuple[str, ...] = ()
+    """Ids of the use cases that the request belongs to."""
 
     @property
     def chosen(self) -> str | None:

@@ -1,16 +1,19 @@
-"""Policy: what a person allows one tenant to do. The YAML shape, and the same compiled for judging."""
+"""Policy: what a person allows one tenant to do, in the shape it is written in."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from policies import scopes
 from policies.facts import Transport
+from policies.own import OwnRule
+from policies.scopes import Scope, UseCase
+from policies.terms import Terms
+from policies.written import Written
 
 
 def parse_share(value: object) -> object:
@@ -27,20 +30,14 @@ Share = Annotated[float, BeforeValidator(parse_share), Field(ge=0, le=1, allow_i
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Written(BaseModel):
-    """Frozen, and unknown keys are refused: a misspelt rule must never be ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class LatencyBudget(_Written):
+class LatencyBudget(Written):
     """Milliseconds that nine answers of ten should keep to. What does not fit is ranked last, not refused."""
 
     ttft_ms: Milliseconds | None = None
     total_ms: Milliseconds | None = None
 
 
-class PairPolicy(_Written):
+class PairPolicy(Written):
     """Which pairs may answer, and how well proven they must be."""
 
     allow: tuple[str, ...] | None = None
@@ -53,13 +50,13 @@ class PairPolicy(_Written):
     """Least share kept of a receiver that reads everything (lower bound); judges pairs of mode `handover`."""
 
 
-class Rollout(_Written):
+class Rollout(Written):
     """Share of conversations that may take a lane; the same conversations for as long as the share stands."""
 
     cache: Share = 1.0
 
 
-class Policy(_Written):
+class Policy(Written):
     """Every key left out allows; only what is written narrows."""
 
     models: tuple[str, ...] | None = None
@@ -74,11 +71,22 @@ class Policy(_Written):
     pairs: PairPolicy = PairPolicy()
     sticky: Literal["none", "conversation"] = "none"
     rollout: Rollout = Rollout()
+    use_cases: tuple[UseCase, ...] = ()
+    """Registered purposes; where there are any, a request that belongs to none is refused."""
+    labels: dict[str, dict[str, Scope]] = Field(default_factory=dict)
+    """By label and value, what a request may do; a request without the label may do what every value allows."""
+    rules: tuple[OwnRule, ...] = ()
+    """Judges of the tenant's own, asked after the built-in ones."""
 
     @model_validator(mode="after")
     def _each_lane_once(self) -> Self:
         if len(set(self.transports)) != len(self.transports):
             raise ValueError("transports names a lane twice")
+        return self
+
+    @model_validator(mode="after")
+    def _scopes_fit(self) -> Self:
+        scopes.check(self.use_cases, self.labels)
         return self
 
     @cached_property
@@ -90,55 +98,3 @@ class Policy(_Written):
     def terms(self) -> Terms:
         """The same, compiled once: judging reads slots and sets, not pydantic models."""
         return Terms.of(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """A policy as rules read it. None stands for "not restricted"."""
-
-    models: frozenset[str] | None
-    model_prefixes: tuple[str, ...]
-    lanes: dict[str, int]
-    """Allowed transports with their rank of preference."""
-    regulated: bool
-    regions: frozenset[str] | None
-    pairs_allowed: frozenset[str] | None
-    pairs_denied: frozenset[str]
-    require_verified: bool
-    min_gain: float | None
-    min_retention: float | None
-    cache_share: float
-    ttft_ms: float
-    """Infinity where no budget is set."""
-    total_ms: float
-    sticky: bool
-
-    @classmethod
-    def of(cls, policy: Policy) -> Terms:
-        models = policy.models
-        pairs = policy.pairs
-        budget = policy.latency_budget
-        return cls(
-            models=None if models is None else frozenset(m for m in models if not m.endswith("*")),
-            model_prefixes=tuple(m[:-1] for m in models or () if m.endswith("*")),
-            lanes={lane: rank for rank, lane in enumerate(policy.transports)},
-            regulated=policy.regulated,
-            regions=None if policy.regions is None else frozenset(policy.regions),
-            pairs_allowed=None if pairs.allow is None else frozenset(pairs.allow),
-            pairs_denied=frozenset(pairs.deny),
-            require_verified=pairs.require_verified,
-            min_gain=pairs.min_gain,
-            min_retention=pairs.min_retention,
-            cache_share=policy.rollout.cache,
-            ttft_ms=math.inf if budget.ttft_ms is None else budget.ttft_ms,
-            total_ms=math.inf if budget.total_ms is None else budget.total_ms,
-            sticky=policy.sticky == "conversation",
-        )
-
-    def allows_model(self, model: str) -> bool:
-        """Whether the tenant may name this model group."""
-        return (
-            self.models is None
-            or model in self.models
-            or (bool(self.model_prefixes) and model.startswith(self.model_prefixes))
-        )

@@ -7,17 +7,25 @@ other than `ok`: a note that explains the ranking.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from policies.facts import DeploymentFacts, Facts, Verdict
-from policies.policy import Policy, Terms
+from policies.policy import Policy
+from policies.rule import OK, Judge, Rule
+from policies.terms import Terms
 
 REASONS: dict[str, str] = {
     # refusals
     "model_not_allowed": "The tenant may not use this model group.",
     "regulated_text_only": "The tenant is regulated: it has the text lane only.",
     "transport_not_allowed": "The tenant's policy does not list this lane under transports.",
+    "use_case_missing": "The tenant's requests must belong to a use case, and this one belongs to none.",
+    "use_case_unknown": "The key is bound to a use case that the tenant's policy does not list.",
+    "use_case_prohibited": "The use case is prohibited.",
+    "use_case_unapproved": "The use case is not approved.",
+    "use_case_overdue": "The use case's approval has ended and awaits its review.",
+    "use_case_not_allowed": "The use case does not include this model group, lane or region.",
+    "label_not_allowed": "What the request is labelled as, or lacks a label for, excludes this group, lane or region.",
     "hint_text": "The caller asked for the text lane.",
     "hint_cache": "The caller asked for the cache lane.",
     "pinned_elsewhere": "The caller asked for another deployment.",
@@ -34,6 +42,7 @@ REASONS: dict[str, str] = {
     "context_too_long": "Prompt and answer together do not fit the context.",
     "needs_unsupported": "The request needs what this deployment cannot do.",
     "no_context": "The pair reads what stands before the last user message, and nothing does.",
+    "own_rule": "A rule of the tenant's own refused.",
     "rule_error": "A rule failed, so the deployment is refused.",
     "no_deployments": "The model group has no deployment.",
     # notes: allowed, but ranked later
@@ -53,28 +62,12 @@ REASONS: dict[str, str] = {
 }
 """Every code that a verdict or a decision may carry, with its sentence."""
 
-OK = Verdict(True, "ok")
 REFUSALS = {code: Verdict(False, code) for code in REASONS}
 """Verdicts without a detail are made once."""
 
 _NONE: frozenset[str] = frozenset()
 """Compared with, where "not" would take a missing fact for an empty one."""
 _NOT_REJECTED = frozenset({"verified", "unproven"})
-
-Judge = Callable[[Terms, Facts, DeploymentFacts], Verdict]
-
-
-Idle = Callable[[Terms, Facts], bool]
-
-
-class Rule(NamedTuple):
-    """A named judge, and when it need not be asked because its answer is `ok` for every deployment."""
-
-    name: str
-    judge: Judge
-    idle: Idle | None = None
-    cache_only: bool = False
-    """`ok` for every text-lane deployment."""
 
 
 def model(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
@@ -87,6 +80,44 @@ def regulated(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdic
 
 def transport(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
     return OK if deployment.transport in terms.lanes else REFUSALS["transport_not_allowed"]
+
+
+def use_case(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    if not terms.cases:
+        return OK
+    names = terms.cases_of(facts)
+    if not names:
+        return REFUSALS["use_case_missing"]
+    for name in names:
+        verdict = _case(terms, facts, deployment, name)
+        if verdict is not OK:
+            return verdict
+    return OK
+
+
+def _case(terms: Terms, facts: Facts, deployment: DeploymentFacts, name: str) -> Verdict:
+    case = terms.cases.get(name)
+    if case is None:
+        return Verdict(False, "use_case_unknown", name)
+    if case.prohibited:
+        return Verdict(False, "use_case_prohibited", name)
+    if not case.approved:
+        return Verdict(False, "use_case_unapproved", name)
+    if not 0 < facts.now < case.until:
+        return Verdict(False, "use_case_overdue", name if facts.now > 0 else f"{name}: today's date is not known")
+    outside = case.bounds.exceeded(facts.model, deployment)
+    return OK if outside is None else Verdict(False, "use_case_not_allowed", f"{name}: {outside}")
+
+
+def labels(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    for label in terms.labels:
+        told = facts.labels.get(label)
+        for value, bounds in terms.bounds_of(label, told):
+            outside = bounds.exceeded(facts.model, deployment)
+            if outside is not None:
+                which = value if told is not None and value in told.split(",") else f"missing, hence also {value}"
+                return Verdict(False, "label_not_allowed", f"{label} {which}: {outside}")
+    return OK
 
 
 def hint(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
@@ -199,6 +230,8 @@ RULES: tuple[Rule, ...] = (
     Rule("model", model, lambda terms, facts: terms.models is None),
     Rule("regulated", regulated, lambda terms, facts: not terms.regulated, cache_only=True),
     Rule("transport", transport),
+    Rule("use_case", use_case, lambda terms, facts: not terms.cases),
+    Rule("labels", labels, lambda terms, facts: not terms.labels),
     Rule("hint", hint, lambda terms, facts: facts.hint == "auto"),
     Rule("pinned", pinned, lambda terms, facts: facts.pinned is None),
     Rule("stopped", stopped, lambda terms, facts: facts.stopped == _NONE, cache_only=True),
@@ -224,6 +257,7 @@ _UNKNOWN = Verdict(True, "estimate_unknown")
 def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:
     """The first refusal, else the first note, else `ok`."""
     note = OK
+    rules = (*rules, *policy.terms.own)
     for verdict in judge_all(policy.terms, facts, (deployment,), rules)[0][0]:
         if not verdict.allowed:
             return verdict

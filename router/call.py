@@ -36,8 +36,10 @@ class Call:
     session: str | None = None
     deadline: float | None = None
     """On the `perf_counter` clock; None where the caller set no bound."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """Caller's headers that concern policy (session, tags), lower case; never credentials."""
+    told_labels: str | None = None
+    """`x-twolane-labels` as it was sent."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """By label; filled before the decision where the tenant's policy asks for labels."""
     subject: str | None = None
     """The person it is about, where the tenant's `audit.subject` says to look for one. For the audit alone."""
     decided: list[tuple[Facts, Decision]] = field(default_factory=list)

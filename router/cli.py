@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
@@ -140,15 +141,27 @@ def schema(what: str) -> None:
 @click.option("--tenant", default="default", show_default=True, help="Decide as this tenant.")
 @click.option("--transport", "hint", type=click.Choice(["auto", "text", "cache"]), default="auto", show_default=True)
 @click.option("--workers", is_flag=True, help="As if the workers ran and held what the file lists.")
+@click.option("--use-case", help="As if a key that is bound to this use case had been sent.")
+@click.option("--labels", help="As x-twolane-labels would be sent; a classifier is not asked.")
 @click.argument("request", type=click.File("rb"))
 @click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON.")
-def decide(config: Path, tenant: str, hint: Hint, workers: bool, request: BinaryIO, as_json: bool) -> None:
+def decide(
+    config: Path,
+    tenant: str,
+    hint: Hint,
+    workers: bool,
+    use_case: str | None,
+    labels: str | None,
+    request: BinaryIO,
+    as_json: bool,
+) -> None:
     """Decide about one chat completion without running it.
 
     REQUEST is its JSON body, or - for standard input. No worker is asked: without --workers no pair and no local model
     is available. Exit status 1 when no deployment is allowed.
     """
     from policies.decide import decide as choose
+    from policies.decide import rule_names
     from router.errors import RouterError
     from router.offline import facts_of
 
@@ -158,22 +171,23 @@ def decide(config: Path, tenant: str, hint: Hint, workers: bool, request: Binary
     if who is None:
         _fail(f"no tenant is called {tenant!r}; there are: {', '.join(tenants.names)}")
     try:
-        facts = facts_of(settings, who, request.read(), hint=hint, workers=workers)
+        who = replace(who, use_case=use_case)
+        facts = facts_of(settings, who, request.read(), hint=hint, workers=workers, labels=labels)
     except RouterError as error:
         _fail(f"request: {error}")
     decision = choose(who.policy, facts)
-    _show(decision, as_json)
+    _show(decision, rule_names(who.policy), as_json)
     sys.exit(0 if decision.chosen else 1)
 
 
-def _show(decision: Decision, as_json: bool) -> None:
+def _show(decision: Decision, rules: tuple[str, ...], as_json: bool) -> None:
     from policies.rules import REASONS
 
     if as_json:
-        click.echo(json.dumps(_as_data(decision)))
+        click.echo(json.dumps(_as_data(decision, rules)))
         return
     click.echo(f"{decision.chosen or 'none'}: {decision.reason}. {REASONS[decision.reason]}")
-    for judged in _as_data(decision)["judged"]:
+    for judged in _as_data(decision, rules)["judged"]:
         place = f"#{judged['rank']}" if judged["rank"] else "refused"
         click.echo(f"  {judged['deployment']} ({judged['transport']}) {place}")
         for verdict in judged["verdicts"]:
@@ -182,9 +196,7 @@ def _show(decision: Decision, as_json: bool) -> None:
                 click.echo(f"    {verdict['rule']}: {verdict['code']}{detail}. {REASONS[verdict['code']]}")
 
 
-def _as_data(decision: Decision) -> dict[str, Any]:
-    from policies.rules import RULES
-
+def _as_data(decision: Decision, rules: tuple[str, ...]) -> dict[str, Any]:
     ranks = {name: place for place, name in enumerate(decision.ranked, 1)}
     return {
         "model": decision.model,
@@ -192,14 +204,15 @@ def _as_data(decision: Decision) -> dict[str, Any]:
         "reason": decision.reason,
         "budget_missed": decision.budget_missed,
         "ranked": decision.ranked,
+        "use_cases": decision.use_cases,
         "judged": [
             {
                 "deployment": j.deployment,
                 "transport": j.transport,
                 "rank": ranks.get(j.deployment),
                 "verdicts": [
-                    {"rule": rule.name, "allowed": v.allowed, "code": v.code, "detail": v.detail}
-                    for rule, v in zip(RULES, j.verdicts, strict=True)
+                    {"rule": rule, "allowed": v.allowed, "code": v.code, "detail": v.detail}
+                    for rule, v in zip(rules, j.verdicts, strict=True)
                 ],
             }
             for j in decision.judged

@@ -159,6 +159,7 @@ def _decided(facts: Facts | None, decision: Decision) -> View:
         "reason": decision.reason,
         "budget_missed": decision.budget_missed,
         "ranked": decision.ranked,
+        "use_cases": decision.use_cases,
         "facts": {
             "prompt_tokens": facts.prompt_tokens,
             "output_tokens": facts.output_tokens,
@@ -166,6 +167,7 @@ def _decided(facts: Facts | None, decision: Decision) -> View:
             "hint": facts.hint,
             "budget_hint_ms": facts.budget_hint_ms,
             "pinned": facts.pinned,
+            "labels": facts.labels,
         }
         if facts
         else None,

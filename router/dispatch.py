@@ -73,6 +73,11 @@ class Dispatcher:
     audit: Audit | None = None
     """None keeps no records, and then regulated tenants get no answers."""
 
+    async def label(self, call: Call) -> None:
+        """Find the labels that the tenant's policy asks for; before `decide`. Raises BadRequest."""
+        if call.tenant.labeller is not None:
+            call.labels = await call.tenant.labeller.labels(call)
+
     def decide(self, call: Call) -> tuple[Facts, Decision]:
         """The decision for a call, not run. Raises UnknownModel and BadRequest."""
         facts = self._facts(call, call.model)
@@ -85,6 +90,7 @@ class Dispatcher:
         """
         course = Course(call)
         try:
+            await self.label(call)
             course.facts, course.decision = self.decide(call)
             call.decided.append((course.facts, course.decision))
             refused = refusal(course.decision)

@@ -49,6 +49,7 @@ _HEADERS = {
     b"x-twolane-latency-budget-ms": "budget",
     b"x-twolane-deployment": "pinned",
     b"x-session-id": "session",
+    b"x-twolane-labels": "labels",
 }
 _HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
 _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -228,6 +229,7 @@ def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float
         pinned=told.get("pinned") or None,
         session=told.get("session") or None,
         subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, scope["headers"]),
+        told_labels=told.get("labels") or None,
     )
 
 

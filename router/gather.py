@@ -106,7 +106,8 @@ class Gatherer:
             strategy=self._strategy,
             last=self._conversations.last(who),
             conversation=share(who),
-            labels={**call.headers, "tenant": call.tenant.name},
+            labels={**call.labels, "tenant": call.tenant.name},
+            use_case=call.tenant.use_case,
         )
 
     def _deployment(self, entry: _Entry, prompt: int, limit: int | None) -> DeploymentFacts:

@@ -18,8 +18,18 @@ _USUAL_OUTPUT = 256
 """Tokens expected of an answer where the caller sets no bound."""
 
 
-def facts_of(settings: Settings, tenant: Tenant, body: bytes, *, hint: Hint = "auto", workers: bool = False) -> Facts:
+def facts_of(
+    settings: Settings,
+    tenant: Tenant,
+    body: bytes,
+    *,
+    hint: Hint = "auto",
+    workers: bool = False,
+    labels: str | None = None,
+) -> Facts:
     """Facts of a chat completion. `workers`: as if the workers of the file ran and held what they list.
+
+    `labels` is what `x-twolane-labels` would say; a classifier is not asked.
 
     The draw is fixed, nothing rests, nothing was measured. Raises BadRequest for what no router would take.
     """
@@ -35,6 +45,7 @@ def facts_of(settings: Settings, tenant: Tenant, body: bytes, *, hint: Hint = "a
         include_usage=False,
         started=0.0,
         hint=hint,
+        told_labels=labels,
     )
     group = settings.group(model)
     if group is None:
@@ -52,7 +63,8 @@ def facts_of(settings: Settings, tenant: Tenant, body: bytes, *, hint: Hint = "a
         now=time.time(),
         strategy=settings.routing.strategy,
         conversation=share(identity(call)),
-        labels={"tenant": tenant.name},
+        labels={**(tenant.labeller.told(call) if tenant.labeller else {}), "tenant": tenant.name},
+        use_case=tenant.use_case,
     )
 
 

@@ -126,6 +126,7 @@ class Pages:
         tenant = self._tenant(request)
         body = await read_all(request.receive, request.scope["headers"], self._endpoint.max_body)
         call = read_call(new_id(), tenant, request.scope, body, started, path="/chat/completions")
+        await self._endpoint.dispatcher.label(call)
         facts, decision = self._endpoint.dispatcher.decide(call)
         return _json(decision_view(call, facts, decision))
 

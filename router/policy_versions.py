@@ -15,8 +15,6 @@ from router.source import ConfigError
 from router.tenant_config import TenantConfig
 from router.tenants import read_tenant, tenant_files
 
-_KEYS = ("key", "keys")
-
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -73,17 +71,14 @@ def _by_name(found: list[TenantConfig], where: str) -> dict[str, TenantConfig]:
 
 def changes(old: TenantConfig, new: TenantConfig) -> list[Change]:
     """What differs, in the order of the keys. API keys are counted, never shown."""
-    before, after = (dict(_flat(_written(t))) for t in (old, new))
+    before, after = (dict(_flat(t.without_keys())) for t in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
     found = [Change(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
-    gone, come = old.key_digests - new.key_digests, new.key_digests - old.key_digests
+    had, has = old.key_digests.keys(), new.key_digests.keys()
+    gone, come = had - has, has - had
     if gone or come:
         found.append(Change("keys", f"{len(gone)} removed", f"{len(come)} added"))
     return found
-
-
-def _written(tenant: TenantConfig) -> dict[str, Any]:
-    return {key: value for key, value in tenant.model_dump(mode="json").items() if key not in _KEYS}
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from policies.policy import Policy, Share
+from policies.scopes import UseCase
+from router.labels import Classifier
 from workers.config import Config, KVPolicy, Span
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
@@ -47,6 +49,18 @@ class AuditPolicy(Config):
     """Share of cache-lane answers whose relay twin is run afterwards and stored beside them."""
 
 
+class BoundUseCase(UseCase):
+    """A use case with the keys whose requests belong to it."""
+
+    keys: tuple[KeyDigest, ...] = Field((), repr=False)
+    """Keys of this tenant; they need not stand under the tenant's `keys` as well."""
+
+    @property
+    def use_case(self) -> UseCase:
+        """Without the keys, which are no part of a policy."""
+        return UseCase(**{name: getattr(self, name) for name in UseCase.model_fields})
+
+
 class TenantConfig(Policy):
     """One tenant: LiteLLM's names where it has one, and a policy."""
 
@@ -62,6 +76,9 @@ class TenantConfig(Policy):
     """Seconds after which the budget starts anew; null never."""
     kv: KVPolicy = KVPolicy()
     audit: AuditPolicy = AuditPolicy()
+    use_cases: tuple[BoundUseCase, ...] = ()
+    classifier: Classifier | None = None
+    """Labels requests by what they say; what it does not answer in time is missing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -80,20 +97,36 @@ class TenantConfig(Policy):
             raise ValueError("a regulated tenant has the text lane only: remove cache from transports")
         return self
 
+    @model_validator(mode="after")
+    def _keys_lead_somewhere(self) -> Self:
+        bound = [key for case in self.use_cases for key in case.keys]
+        if len(set(bound)) != len(bound):
+            raise ValueError("use_cases: one key is bound to two use cases")
+        if self.classifier is not None and not self.labels:
+            raise ValueError("a classifier needs labels, whose values it answers with")
+        return self
+
     @property
-    def key_digests(self) -> frozenset[str]:
-        return frozenset((*self.keys, *((self.key,) if self.key else ())))
+    def key_digests(self) -> dict[str, str | None]:
+        """By key, the use case that it is bound to."""
+        plain = (*self.keys, *((self.key,) if self.key else ()))
+        return {**dict.fromkeys(plain), **{key: case.id for case in self.use_cases for key in case.keys}}
 
     @property
     def policy(self) -> Policy:
         """The part that `policies` judges by."""
-        return Policy(**{name: getattr(self, name) for name in Policy.model_fields})
+        written = {name: getattr(self, name) for name in Policy.model_fields}
+        return Policy(**written | {"use_cases": tuple(case.use_case for case in self.use_cases)})
 
     @cached_property
     def record(self) -> bytes:
         """All that is written, defaults filled in, as JSON. Of a key's digest only as much as shows a change."""
-        data = self.model_dump(mode="json", exclude={"key", "keys"})
-        return json.dumps(data | {"keys": sorted(k[:8] for k in self.key_digests)}).encode()
+        keys = sorted(f"{key[:8]} {case}" if case else key[:8] for key, case in self.key_digests.items())
+        return json.dumps(self.without_keys() | {"keys": keys}).encode()
+
+    def without_keys(self) -> dict[str, Any]:
+        """All that is written but the keys, defaults filled in, for JSON."""
+        return self.model_dump(mode="json", exclude={"key": True, "keys": True, "use_cases": {"__all__": {"keys"}}})
 
     @property
     def digest(self) -> str:

@@ -6,13 +6,14 @@ import hashlib
 import hmac
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from policies.policy import Policy
 from router import source
+from router.labels import Labeller
 from router.settings import Settings
 from router.source import ConfigError
 from router.tenant_config import AuditPolicy as AuditPolicy
@@ -39,6 +40,10 @@ class Tenant:
     """SHA-256 of `record`: names the policy in the audit log."""
     record: bytes = field(default=b"", repr=False)
     """What is written about the tenant, as `TenantConfig.record`."""
+    use_case: str | None = None
+    """Of the policy's use cases, the one that the key at hand is bound to."""
+    labeller: Labeller | None = None
+    """Where the policy asks for labels."""
 
     @classmethod
     def of(cls, config: TenantConfig) -> Tenant:
@@ -54,6 +59,7 @@ class Tenant:
             budget_duration=config.budget_duration,
             digest=config.digest,
             record=config.record,
+            labeller=Labeller(config.labels, config.classifier) if config.labels else None,
         )
 
 
@@ -170,18 +176,18 @@ class TenantSource:
             if config.name in by_name:
                 raise ConfigError(f"tenants: the name {config.name!r} is used twice")
             tenant = by_name[config.name] = Tenant.of(config)
-            for digest in config.key_digests:
+            for digest, case in config.key_digests.items():
                 if digest in by_digest:
                     other = by_digest[digest][1].name
                     raise ConfigError(f"tenants: {other!r} and {config.name!r} have the same key")
-                by_digest[digest] = (digest, tenant)
+                by_digest[digest] = (digest, tenant if case is None else replace(tenant, use_case=case))
         default = by_name.get(DEFAULT) or Tenant.of(TenantConfig(name=DEFAULT))
         keyless = None
         written_key = settings.general_settings.master_key
         master = None if written_key is None else str(digest_key(written_key))
         if master is not None:
             by_digest.setdefault(master, (master, default))
-            if by_digest[master][1] is default:
+            if by_digest[master][1].name == DEFAULT:
                 by_name.setdefault(DEFAULT, default)
         elif self._loopback:
             keyless = by_name.setdefault(DEFAULT, default)

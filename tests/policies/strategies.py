@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,6 +11,11 @@ from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts
 from policies.policy import Policy
 
 NAMES = ("alpha", "beta")
+CASES = ("letters", "search")
+VALUES = {"data": ("personal", "public"), "topic": ("credit", "other")}
+NOON = 1_800_014_400.0
+"""12:00 UTC on 2027-01-15."""
+OWN = "tests.policies.own_rules"
 MODELS = ("assistant", "team/small", "team/large")
 FEATURES = ("tools", "images", "json")
 
@@ -60,6 +66,16 @@ def deployments(draw: st.DrawFn, id: str) -> DeploymentFacts:
     )
 
 
+labels = st.fixed_dictionaries(
+    {},
+    optional={
+        "tenant": st.just("bank"),
+        "data": st.sampled_from((*VALUES["data"], "personal,public", "unheard-of", "")),
+        "topic": st.sampled_from((*VALUES["topic"], "credit,other", "credit,unheard-of")),
+    },
+)
+
+
 @st.composite
 def facts(draw: st.DrawFn) -> Facts:
     ids = [f"d{i}" for i in range(draw(st.integers(0, 5)))]
@@ -80,8 +96,53 @@ def facts(draw: st.DrawFn) -> Facts:
         strategy=draw(st.sampled_from(("simple-shuffle", "least-busy", "latency-based-routing", "cost-based-routing"))),
         last=draw(maybe(st.sampled_from(ids))) if ids else None,
         conversation=draw(maybe(st.floats(0, 1, exclude_max=True))),
-        labels=draw(st.sampled_from(({}, {"tenant": "bank"}))),
+        labels=draw(labels),
+        use_case=draw(maybe(st.sampled_from((*CASES, "gone")))),
+        now=draw(st.sampled_from((0.0, NOON, NOON, NOON + 86400))),
     )
+
+
+scopes = st.fixed_dictionaries(
+    {},
+    optional={
+        "models": st.lists(st.sampled_from((*MODELS, "team/*")), unique=True),
+        "transports": st.sampled_from(([], ["text"], ["cache"], ["text", "cache"])),
+        "regions": st.lists(st.sampled_from(("kr", "us")), unique=True),
+    },
+)
+
+
+@st.composite
+def use_case(draw: st.DrawFn, id: str, values: tuple[str, ...]) -> dict[str, Any]:
+    approved = draw(st.sampled_from((None, "lee", "lee")))
+    day = draw(st.sampled_from(("2027-01-14", "2027-01-15", "2027-01-16")))
+    return draw(scopes) | {
+        "id": id,
+        "owner": "kim",
+        "risk": draw(st.sampled_from(("low", "medium", "high", "prohibited"))),
+        "approved_by": approved,
+        "review_by": day if approved else draw(maybe(st.just(day))),
+        "labels": values,
+    }
+
+
+@st.composite
+def scoped(draw: st.DrawFn) -> dict[str, Any]:
+    """`labels` and `use_cases` that fit each other, `rules` too; each may be left out."""
+    written: dict[str, Any] = {}
+    if draw(st.booleans()):
+        picked = draw(st.sets(st.sampled_from(sorted(VALUES)), min_size=1))
+        written["labels"] = {label: {value: draw(scopes) for value in VALUES[label]} for label in sorted(picked)}
+    if draw(st.booleans()):
+        bind = draw(st.sampled_from((None, *written.get("labels", {}))))
+        free = list(VALUES[bind]) if bind else []
+        written["use_cases"] = []
+        for id in draw(st.lists(st.sampled_from(CASES), unique=True, min_size=1)):
+            values = tuple(free.pop() for _ in range(draw(st.integers(0, len(free)))))
+            written["use_cases"].append(draw(use_case(id, values)))
+    if draw(st.booleans()):
+        written["rules"] = [{"use": f"{OWN}:Whim", "options": {"divisor": draw(st.integers(1, 3))}}]
+    return written
 
 
 restrictions = st.fixed_dictionaries(
@@ -106,7 +167,46 @@ restrictions = st.fixed_dictionaries(
         "rollout": st.fixed_dictionaries({"cache": shares}),
     },
 )
-policies = restrictions.map(lambda written: Policy.model_validate(written))
+policies = st.builds(lambda plain, more: Policy.model_validate(plain | more), restrictions, scoped())
+
+
+@st.composite
+def _narrower(draw: st.DrawFn, scope: dict[str, Any]) -> dict[str, Any]:
+    whole = {"models": MODELS, "transports": ("cache", "text"), "regions": ("kr", "us")}
+    key = draw(st.sampled_from(sorted(whole)))
+    had = scope[key] if scope[key] is not None else whole[key]
+    return scope | {key: [value for value in had if draw(st.booleans())]}
+
+
+@st.composite
+def _narrowed_cases(draw: st.DrawFn, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of use cases: a scope narrowed, an approval withdrawn or ended earlier, or all asked for where none were."""
+    if not cases:
+        return [draw(use_case("letters", ()))]
+    at = draw(st.integers(0, len(cases) - 1))
+    case = draw(_narrower(cases[at]))
+    match draw(st.sampled_from(("scope", "approval", "review", "labels", "risk", "gone"))):
+        case "approval":
+            case["approved_by"] = None
+        case "review" if case["review_by"] is not None:
+            case["review_by"] -= timedelta(draw(st.integers(0, 2)))
+        case "labels":
+            case["labels"] = case["labels"][1:]
+        case "risk":
+            case["risk"] = "prohibited"
+        case "gone" if len(cases) > 1:
+            return [*cases[:at], *cases[at + 1 :]]
+    return [*cases[:at], case, *cases[at + 1 :]]
+
+
+@st.composite
+def _narrowed_labels(draw: st.DrawFn, labels: dict[str, Any]) -> dict[str, Any]:
+    """A value's scope narrowed, or a label asked for where it was not."""
+    label = draw(st.sampled_from(sorted(VALUES)))
+    if label not in labels:
+        return labels | {label: {value: draw(scopes) for value in VALUES[label]}}
+    value = draw(st.sampled_from(VALUES[label]))
+    return labels | {label: labels[label] | {value: draw(_narrower(labels[label][value]))}}
 
 
 @st.composite
@@ -129,6 +229,9 @@ def stricter(draw: st.DrawFn) -> tuple[Policy, Policy]:
             "min_retention": max(draw(shares), told["pairs"]["min_retention"] or 0),
         },
         "rollout": {"cache": told["rollout"]["cache"] * draw(shares)},
+        "use_cases": draw(_narrowed_cases(told["use_cases"])),
+        "labels": draw(_narrowed_labels(told["labels"])),
+        "rules": [*told["rules"], {"use": f"{OWN}:Whim", "options": {"divisor": draw(st.integers(1, 3))}}],
     }
     picked = draw(st.sets(st.sampled_from(sorted(narrowed)), min_size=1))
     return loose, Policy.model_validate(told | {key: narrowed[key] for key in picked})

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.decide import decide
+from policies.decide import decide, rule_names
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Verdict
-from policies.policy import Policy, Terms
-from policies.rules import REASONS, RULES, Rule
+from policies.policy import Policy, Rollout
+from policies.rule import Rule
+from policies.rules import REASONS, RULES
+from policies.terms import Terms
 from tests.policies import strategies
 
 PAIR = PairFacts("duo", "fp", verdict="verified", gain=0.1)
@@ -133,6 +135,37 @@ def test_hints_only_narrow(policy: Policy, seen: Facts) -> None:
     assert set(decide(policy, seen).ranked) <= set(decide(policy, free).ranked)
 
 
+@given(strategies.policies, strategies.facts(), st.data())
+@laws
+def test_removing_a_label_never_allows_more(policy: Policy, seen: Facts, data: st.DataObject) -> None:
+    """A request that lacks a label gets at most what it got with any value of it."""
+    if not seen.labels:
+        return
+    gone = data.draw(st.sampled_from(sorted(seen.labels)))
+    fewer = replace(seen, labels={name: value for name, value in seen.labels.items() if name != gone})
+    assert set(decide(policy, fewer).ranked) <= set(decide(policy, seen).ranked)
+
+
+@given(strategies.policies, strategies.facts())
+@laws
+def test_another_source_only_narrows(policy: Policy, seen: Facts) -> None:
+    """A second value of a label, from a source that differs, never allows what the first alone refused."""
+    both = replace(seen, labels=seen.labels | {"data": "personal,public"})
+    for value in ("personal", "public"):
+        alone = replace(seen, labels=seen.labels | {"data": value})
+        assert set(decide(policy, both).ranked) <= set(decide(policy, alone).ranked)
+
+
+@given(strategies.policies, strategies.facts(), st.floats(0, 1), st.floats(0, 1))
+@laws
+def test_larger_share_only_adds_conversations(policy: Policy, seen: Facts, one: float, other: float) -> None:
+    """Raising a rollout's share takes the cache lane from no conversation that had it."""
+    small, large = sorted((one, other))
+    before = policy.model_copy(update={"rollout": Rollout(cache=small)})
+    after = policy.model_copy(update={"rollout": Rollout(cache=large)})
+    assert set(decide(before, seen).ranked) <= set(decide(after, seen).ranked)
+
+
 @given(strategies.policies, strategies.facts())
 @laws
 def test_regulated_never_ranks_the_cache_lane(policy: Policy, seen: Facts) -> None:
@@ -148,7 +181,7 @@ def test_decision_is_whole(policy: Policy, seen: Facts) -> None:
     """Every deployment is judged by every rule, exactly the allowed ones are ranked, and all codes are documented."""
     decision = decide(policy, seen)
     assert [j.deployment for j in decision.judged] == [d.id for d in seen.deployments]
-    assert all(len(j.verdicts) == len(RULES) for j in decision.judged)
+    assert all(len(j.verdicts) == len(rule_names(policy)) for j in decision.judged)
     assert sorted(decision.ranked) == sorted(j.deployment for j in decision.judged if j.allowed)
     assert {decision.reason, *(v.code for j in decision.judged for v in j.verdicts)} <= set(REASONS)
     assert (decision.chosen is None) is (decision.ranked == ())

@@ -9,20 +9,33 @@ import pytest
 from hypothesis import given, settings
 
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Verdict
-from policies.policy import Policy, Terms
-from policies.rules import OK, REASONS, RULES, Rule, judge, judge_all
+from policies.policy import Policy
+from policies.rule import OK, Rule
+from policies.rules import REASONS, RULES, judge, judge_all
+from policies.terms import Terms
 from tests.policies import strategies
 
 PAIR = PairFacts("duo", "fp", mode="fuse", scope="prompt", verdict="verified", gain=0.05, retention=0.98)
 CACHE = DeploymentFacts("c", "cache", "cache", pair=PAIR, region="kr", context=1000)
 TEXT = DeploymentFacts("t", "text", "http", region="us")
-FACTS = Facts("assistant", (CACHE, TEXT), prompt_tokens=100, output_tokens=100)
+FACTS = Facts("assistant", (CACHE, TEXT), prompt_tokens=100, output_tokens=100, now=1_800_000_000.0)
 
 
 def pair(**changes: Any) -> DeploymentFacts:
     return replace(CACHE, pair=replace(PAIR, **changes))
 
 
+LABELS = {"labels": {"data": {"personal": {"transports": ["text"]}, "public": {}}}}
+LAST_DAY = 1_800_057_599.0
+"""23:59:59 UTC on 2027-01-15."""
+
+
+def case(**changes: Any) -> dict[str, Any]:
+    told = {"id": "letters", "owner": "kim", "risk": "high", "approved_by": "lee", "review_by": "2027-01-15"}
+    return {"use_cases": [told | changes]}
+
+
+CASE = case()
 CASES: list[tuple[dict[str, Any], dict[str, Any], DeploymentFacts, str]] = [
     ({}, {}, CACHE, "ok"),
     ({}, {}, TEXT, "ok"),
@@ -32,6 +45,33 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], DeploymentFacts, str]] = [
     ({"regulated": True}, {}, TEXT, "ok"),
     ({"transports": ["text"]}, {}, CACHE, "transport_not_allowed"),
     ({"transports": ["cache"]}, {}, TEXT, "transport_not_allowed"),
+    (CASE, {"use_case": "letters"}, TEXT, "ok"),
+    (CASE, {}, TEXT, "use_case_missing"),
+    (CASE, {"use_case": "other"}, TEXT, "use_case_unknown"),
+    (case(risk="prohibited"), {"use_case": "letters"}, TEXT, "use_case_prohibited"),
+    (case(approved_by=None), {"use_case": "letters"}, TEXT, "use_case_unapproved"),
+    (CASE, {"use_case": "letters", "now": LAST_DAY}, TEXT, "ok"),
+    (CASE, {"use_case": "letters", "now": LAST_DAY + 1}, TEXT, "use_case_overdue"),
+    (CASE, {"use_case": "letters", "now": 0.0}, TEXT, "use_case_overdue"),
+    (CASE, {"use_case": "letters", "now": float("nan")}, TEXT, "use_case_overdue"),
+    (case(transports=["text"]), {"use_case": "letters"}, CACHE, "use_case_not_allowed"),
+    (case(transports=["cache", "text"]) | {"transports": ["text"]}, {}, CACHE, "transport_not_allowed"),
+    (case(models=["other", "team*"]), {"use_case": "letters"}, TEXT, "use_case_not_allowed"),
+    (case(models=["assist*"]), {"use_case": "letters"}, TEXT, "ok"),
+    (case(regions=["kr"]), {"use_case": "letters"}, TEXT, "use_case_not_allowed"),
+    (case(labels=["personal"]) | LABELS, {"labels": {"data": "personal"}}, TEXT, "ok"),
+    (case(labels=["personal"]) | LABELS, {"labels": {"data": "public"}}, TEXT, "use_case_missing"),
+    (case(labels=["personal"]) | LABELS, {"labels": {"data": "personal,public"}}, TEXT, "use_case_missing"),
+    (LABELS, {"labels": {"data": "public"}}, CACHE, "ok"),
+    (LABELS, {"labels": {"data": "personal"}}, CACHE, "label_not_allowed"),
+    (LABELS, {"labels": {"data": "personal"}}, TEXT, "ok"),
+    (LABELS, {"labels": {"data": "personal,public"}}, CACHE, "label_not_allowed"),
+    (LABELS, {"labels": {"data": "unheard-of"}}, CACHE, "label_not_allowed"),
+    (LABELS, {"labels": {"data": "public,unheard-of"}}, CACHE, "label_not_allowed"),
+    (LABELS, {}, CACHE, "label_not_allowed"),
+    (LABELS, {}, TEXT, "ok"),
+    ({"rules": [{"use": "tests.policies.own_rules:Whim"}]}, {}, replace(TEXT, id="d3"), "own_rule"),
+    ({"rules": [{"use": "tests.policies.own_rules:Whim"}]}, {}, replace(TEXT, id="d4"), "ok"),
     ({}, {"hint": "text"}, CACHE, "hint_text"),
     ({}, {"hint": "cache"}, TEXT, "hint_cache"),
     ({"transports": ["text"]}, {"hint": "cache"}, CACHE, "transport_not_allowed"),
@@ -134,6 +174,26 @@ def test_failing_shortcut_does_not_skip_the_rule() -> None:
     """When the question whether a rule may be skipped fails, the rule is asked."""
     rule = Rule("broken", _broken, idle=lambda terms, facts: 1 / 0 > 0)
     assert judge(Policy(), FACTS, TEXT, (rule,)).code == "rule_error"
+
+
+def test_own_rule_that_fails_refuses() -> None:
+    """An own rule that raises, or answers what is no answer, refuses with its name and says nothing of the request."""
+    for name, error in (("Broken", "ZeroDivisionError"), ("Generous", "TypeError")):
+        use = f"tests.policies.own_rules:{name}"
+        verdict = judge(Policy.model_validate({"rules": [{"use": use}]}), FACTS, TEXT)
+        assert (verdict.allowed, verdict.code, verdict.detail) == (False, "rule_error", f"{use}: {error}")
+
+
+@pytest.mark.parametrize("field", ["use_case", "now", "labels"])
+def test_missing_scope_fact_refuses(field: str) -> None:
+    """Without the key's use case, the date or the labels a policy that looks at them refuses."""
+    policy = Policy.model_validate(
+        case(labels=["personal"]) | {"labels": {"data": {"personal": {}, "secret": {"transports": []}}}}
+    )
+    known = replace(FACTS, use_case="letters", labels={"data": "personal"})
+    assert judge(policy, known, TEXT).allowed
+    lacking = {"use_case": None, "labels": {}} if field == "use_case" else {field: None}
+    assert not judge(policy, replace(known, **lacking), TEXT).allowed
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "output_tokens", "needs", "stopped", "hint", "has_context"])

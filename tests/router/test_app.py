@@ -164,7 +164,7 @@ async def test_the_configuration_is_taken_up_when_its_file_changes(tmp_path: Pat
 
 
 async def test_model_info_shows_what_serves_and_no_secret(tmp_path: Path) -> None:
-    """Deployments with ids, prices and lanes in LiteLLM's shape; upstreams' addresses are for admins, keys for nobody."""
+    """Ids, prices and lanes in LiteLLM's shape; upstreams' addresses are for admins, keys for nobody."""
     async with upstream() as up:
         entry = deployment("m", up, input_cost_per_token=1e-6, extra_headers={"x-inner": "hidden-header"})
         entry["model_info"] = {"id": "one", "max_input_tokens": 4096, "team": "blue"}

@@ -82,6 +82,18 @@ def test_master_key_of_a_tenant() -> None:
     assert [tenants.is_admin(key) for key in ("sk-a", "sk-b", "", None)] == [True, False, False, False]
 
 
+def test_keys_of_use_cases() -> None:
+    """A key of a use case belongs to its tenant and says which use case; the tenant's other keys say none."""
+    cases = "[{id: x, owner: kim, risk: low, keys: [sk-x, sk-a]}, {id: y, owner: kim, risk: low, keys: [sk-y]}]"
+    tenants = source(f"tenants: [{{name: a, keys: [sk-a, sk-b], use_cases: {cases}}}]")
+    found = {key: tenants.find(key) for key in ("sk-a", "sk-b", "sk-x", "sk-y")}
+    assert {key: tenant and tenant.name for key, tenant in found.items()} == dict.fromkeys(found, "a")
+    bound = {key: tenant and tenant.use_case for key, tenant in found.items()}
+    assert bound == {"sk-a": "x", "sk-b": None, "sk-x": "x", "sk-y": "y"}
+    digest = hashlib.sha256(b"sk-x").hexdigest()
+    assert all(d not in repr(t) + str(t and t.record) for d in ("sk-x", digest) for t in found.values())
+
+
 def test_no_key_configured() -> None:
     """Without any key the whole machine is tenant default, whatever key a client sends; beyond loopback nobody is."""
     assert [name_of(source("", loopback=True), key) for key in (None, "sk-any")] == ["default", "default"]
@@ -108,6 +120,16 @@ def test_default_may_be_written() -> None:
     [
         ("tenants: [{name: a, key: sk-a}, {name: a, key: sk-b}]", "'a' is used twice"),
         ("tenants: [{name: a, key: sk-secret}, {name: b, keys: [sk-secret]}]", "'a' and 'b' have the same key"),
+        (
+            "tenants: [{name: a, use_cases: [{id: x, owner: k, risk: low, keys: [sk-secret]}, "
+            "{id: y, owner: k, risk: low, keys: [sk-secret]}]}]",
+            "one key is bound to two use cases",
+        ),
+        ("tenants: [{name: a, classifier: {use: 'm:C'}}]", "classifier"),
+        (
+            "tenants:\n- name: a\n  rules:\n  - use: 'no.such:Rule'",
+            r"config:4: tenants\[0\].rules\[0\].*No module named",
+        ),
         ("tenants: nowhere/at/all", "is not a folder"),
     ],
 )
