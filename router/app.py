@@ -229,7 +229,7 @@ def create_app(
     `stopped` gives the stop buttons in force. Raises ConfigError.
     """
     tenants = TenantSource(settings)
-    limits = Limits.from_url(redis_url, timeout=settings.redis.timeout)
+    limits = Limits(redis_url, timeout=settings.redis.timeout)
     metrics = Metrics(_labels(settings), tenants.names)
     if redis_url is not None:
         metrics.watch(

@@ -6,7 +6,8 @@ slots come back when they end. Both keys expire.
 
 Commands go out in batches, each bounded by `timeout`: a request waits for its own and at most the one before. After
 `FAILURES` failed batches in a row the breaker opens: no request waits for Redis until a probe in the background has
-been answered within the same bound.
+been answered within the same bound. In a cluster the keys of a tenant lie on one node; `FAILURES` in a row of any node
+open the breaker for all, until every node answers. A tenant whose slot is moving is not counted together meanwhile.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from router.limit_window import BUCKET_S, BUCKETS, LIMITS, NEVER_S, UNKNOWN_WAIT_S, Full, Limited, Taken
-from router.redis_line import Away, Line
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from router.redis_line import Away, Lines
 
 LEASE_S = 30.0
 FAILURES = 3
@@ -129,12 +127,11 @@ def _read_nothing(answer: Any) -> None:
 class Shared:
     """Counters in Redis. Each method queues its command at once; the future holds the answer or `Away`."""
 
-    def __init__(self, redis: Redis, timeout: float, clock: Callable[[], float] | None) -> None:
-        self._line = Line(
-            redis, timeout=timeout, scripts=(_ADMIT, _SETTLE), answered=self._answered, failed=self._failed
-        )
+    def __init__(self, url: str, timeout: float, clock: Callable[[], float] | None) -> None:
+        self._lines = Lines(url, timeout=timeout, scripts=(_ADMIT, _SETTLE), callbacks=self._callbacks)
         self._clock = clock
-        self._failures = 0
+        self._failures: dict[str, int] = {}
+        """In a row, by node."""
         self._probe: asyncio.Task[None] | None = None
         self._back: Callable[[], Awaitable[None]] | None = None
         self._closed = False
@@ -145,7 +142,7 @@ class Shared:
         """Try once, within bounds; `back` runs whenever Redis is there (again)."""
         self._back = back
         try:
-            await self._line.ready()
+            await self._lines.ready()
         except Away as error:
             self._open(str(error))
             return
@@ -154,11 +151,12 @@ class Shared:
 
     def admit(self, tenant: Limited, id: str, tokens: int, cost: float) -> asyncio.Future[Taken | Full]:
         """Look and take, in one step on the server."""
+        keys = _keys(tenant.name)
         command = (
             "EVALSHA",
             _ADMIT_SHA,
             2,
-            *_keys(tenant.name),
+            *keys,
             repr(self._clock()) if self._clock else "",
             id,
             _or_none(tenant.rpm_limit),
@@ -170,17 +168,18 @@ class Shared:
             repr(cost),
             repr(LEASE_S),
         )
-        return self._line.ask(command, _read_admit)
+        return self._lines.ask(keys[0], command, _read_admit)
 
     def settle(
         self, tenant: str, id: str, taken: Taken, tokens: int, cost: float, keep_s: float
     ) -> asyncio.Future[None]:
         """Give the slot back; add to tokens and money (either may be negative)."""
+        keys = _keys(tenant)
         command = (
             "EVALSHA",
             _SETTLE_SHA,
             2,
-            *_keys(tenant),
+            *keys,
             id,
             taken.bucket,
             tokens,
@@ -188,19 +187,20 @@ class Shared:
             repr(cost),
             repr(keep_s),
         )
-        return self._line.ask(command, _read_nothing)
+        return self._lines.ask(keys[0], command, _read_nothing)
 
     async def renew(self, tenant: str, ids: Iterable[str], now: float) -> None:
         """Hold these slots for another lease. Raises `Away`."""
         key = _keys(tenant)[1]
         ends = [part for id in ids for part in (repr(now + LEASE_S), id)]
-        held = self._line.ask(("ZADD", key, *ends), _read_nothing)
-        await self._line.ask(("EXPIRE", key, int(2 * LEASE_S)), _read_nothing)
+        held = self._lines.ask(key, ("ZADD", key, *ends), _read_nothing)
+        await self._lines.ask(key, ("EXPIRE", key, int(2 * LEASE_S)), _read_nothing)
         await held
 
     async def drop(self, tenant: str, ids: Iterable[str]) -> None:
         """Give these slots back. Raises `Away`."""
-        await self._line.ask(("ZREM", _keys(tenant)[1], *ids), _read_nothing)
+        key = _keys(tenant)[1]
+        await self._lines.ask(key, ("ZREM", key, *ids), _read_nothing)
 
     async def close(self) -> None:
         """Stop probing and give up the connections."""
@@ -208,15 +208,18 @@ class Shared:
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])
-        await self._line.close()
+        await self._lines.close()
 
-    def _answered(self) -> None:
-        self._failures = 0
+    def _callbacks(self, node: str) -> tuple[Callable[[], None], Callable[[Exception], None]]:
+        def answered() -> None:
+            self._failures[node] = 0
 
-    def _failed(self, error: Exception) -> None:
-        self._failures += 1
-        if self._failures >= FAILURES:
-            self._open(f"{type(error).__name__}: {error}")
+        def failed(error: Exception) -> None:
+            self._failures[node] = self._failures.get(node, 0) + 1
+            if self._failures[node] >= FAILURES:
+                self._open(f"{type(error).__name__}: {error}")
+
+        return answered, failed
 
     def _open(self, why: str) -> None:
         if self.up or self._probe is None:
@@ -230,11 +233,12 @@ class Shared:
         while True:
             await asyncio.sleep(pause)
             try:
-                await self._line.ready()
+                await self._lines.ready()
                 break
             except Away:
                 pause = min(pause * 2, longest)
-        self._failures, self.up = 0, True
+        self._failures.clear()
+        self.up = True
         _log.info("redis_back")
         if self._back is not None:
             await self._back()

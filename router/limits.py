@@ -14,15 +14,12 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from router.errors import TooManyRequests
 from router.limit_redis import LEASE_S, Shared
 from router.limit_window import Full, Limited, Taken, Window, reserve
-from router.redis_line import Away, client
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from router.redis_line import Away
 
 _SENTENCES = {
     "rpm_limit": "{limit} requests per minute",
@@ -57,9 +54,12 @@ class Limits:
     """Rates, parallel requests and money of all tenants."""
 
     def __init__(
-        self, redis: Redis | None = None, *, timeout: float = 0.05, clock: Callable[[], float] | None = None
+        self, redis: str | None = None, *, timeout: float = 0.05, clock: Callable[[], float] | None = None
     ) -> None:
-        """Take over `redis` (closed by `close`); `clock` (Unix seconds) replaces this machine's and the server's."""
+        """`redis`: a URL, or None to count in this process. `clock`: Unix seconds, in place of both machines' own.
+
+        Raises ValueError for a URL that is none of Redis.
+        """
         self._clock = clock or time.time
         self._shared = Shared(redis, timeout, clock) if redis is not None else None
         self._windows: dict[str, Window] = {}
@@ -70,11 +70,6 @@ class Limits:
         """Money Redis was not told of, by tenant and period, with the seconds it must be kept."""
         self._renewal: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    def from_url(cls, url: str | None, *, timeout: float = 0.05) -> Limits:
-        """`redis://`, `rediss://` or `unix://`; None counts in this process."""
-        return cls(client(url) if url else None, timeout=timeout)
 
     async def start(self) -> None:
         """Reach for Redis, for a second at most: without it we serve all the same."""

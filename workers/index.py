@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,11 @@ from threading import Lock
 from typing import Any, Literal, cast
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
+
+from workers.redis_servers import Servers
 
 Owner = tuple[str, str]
 """(tag, object) of a segment."""
@@ -110,17 +110,12 @@ class Breaker:
 class KVIndex:
     """The entries of one store (`store`: its tag) in the Redis at `url`. Safe for several threads.
 
-    Opens no connection before the first call. `timeout` in seconds bounds connecting and each reply.
+    Opens no connection before the first call. `timeout` in seconds bounds connecting and each reply. In a cluster all
+    entries lie on one node; while their slot moves to another, the index is down.
     """
 
     def __init__(self, url: str, store: str, *, timeout: float = 0.05, breaker: Breaker | None = None) -> None:
-        self._redis = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        self._servers = Servers(url, timeout)
         self._root = f"kv:{{{store}}}"
         self.breaker = breaker or Breaker()
 
@@ -187,55 +182,55 @@ class KVIndex:
     def usage(self, tag: str | None = None) -> Usage:
         """Charged to one tag, or to the whole store."""
         key = f"{self._root}:{tag}:use" if tag else f"{self._root}:use"
-        size, segments = self._guard(lambda: self._redis.hmget(key, "bytes", "segments"))
+        size, segments = self._guard(lambda client: client.hmget(key, "bytes", "segments"))
         return Usage(int(size or 0), int(segments or 0))
 
     def up(self) -> bool:
         """False when this Redis does not know what lies on disk: it is new, was emptied or lost its memory."""
-        return bool(self._guard(lambda: self._redis.exists(f"{self._root}:up")))
+        return bool(self._guard(lambda client: client.exists(f"{self._root}:up")))
 
     def mark_up(self, life: float = 3600.0) -> None:
         """Say that the index knows what lies on disk; to be repeated within `life` seconds."""
-        self._guard(lambda: self._redis.set(f"{self._root}:up", 1, px=int(life * 1000)))
+        self._guard(lambda client: client.set(f"{self._root}:up", 1, px=int(life * 1000)))
 
     def claim(self, tag: str, block: bytes, owner: str, life: float) -> bool:
         """Announce that `owner` computes this block; False while another's claim lives."""
         key = f"{self._root}:{tag}:c:".encode() + block
-        return bool(self._guard(lambda: self._redis.set(key, owner, nx=True, px=max(1, int(life * 1000)))))
+        return bool(self._guard(lambda client: client.set(key, owner, nx=True, px=max(1, int(life * 1000)))))
 
     def claimed(self, tag: str, block: bytes) -> bool:
         """Does somebody's claim live?"""
-        return bool(self._guard(lambda: self._redis.exists(f"{self._root}:{tag}:c:".encode() + block)))
+        return bool(self._guard(lambda client: client.exists(f"{self._root}:{tag}:c:".encode() + block)))
 
     def release(self, tag: str, block: bytes, owner: str) -> bool:
         """Give a claim up; False when it was no longer the owner's."""
         return bool(self._call("release", owner, key=f"{self._root}:{tag}:c:".encode() + block))
 
     def close(self) -> None:
-        self._redis.close()
+        self._servers.close()
 
     def _call(self, function: str, *arguments: str | bytes | int, key: str | bytes | None = None) -> Any:
         library, source = _library()
 
-        def run() -> Any:
-            return self._redis.fcall(f"{library}_{function}", 1, key or self._root, *arguments)
+        def run(client: redis.Redis) -> Any:
+            return client.fcall(f"{library}_{function}", 1, key or self._root, *arguments)
 
-        def run_or_load() -> Any:
+        def run_or_load(client: redis.Redis) -> Any:
             try:
-                return run()
+                return run(client)
             except ResponseError as error:
                 if "Function not found" not in str(error):
                     raise
-            self._redis.function_load(source, replace=True)
-            return run()
+            client.function_load(source, replace=True)
+            return run(client)
 
         return self._guard(run_or_load)
 
-    def _guard(self, run: Any) -> Any:
+    def _guard(self, run: Callable[[redis.Redis], Any]) -> Any:
         if not self.breaker.admit():
             raise IndexDown("breaker open")
         try:
-            reply = run()
+            reply = self._servers.ask(self._root, run)
         except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             self.breaker.report(ok=False)
             raise IndexDown(type(error).__name__) from error

@@ -19,7 +19,7 @@ from router.errors import TooManyRequests
 from router.limit_redis import FAILURES, LEASE_S
 from router.limit_window import Full, Taken, Window, reserve
 from router.limits import Grant, Limits
-from router.redis_line import client
+from tests.cluster import Cluster, running
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ async def make() -> AsyncIterator[Make]:
     made: list[Limits] = []
 
     async def build(url: str | None, clock: Clock | None = None, timeout: float = 0.5) -> Limits:
-        limits = Limits(client(url) if url else None, timeout=timeout, clock=clock)
+        limits = Limits(url, timeout=timeout, clock=clock)
         made.append(limits)
         await limits.start()
         return limits
@@ -95,14 +95,23 @@ async def make() -> AsyncIterator[Make]:
         await limits.close()
 
 
-@pytest.fixture(params=["process", "redis"])
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+@pytest.fixture(params=["process", "server", "cluster"])
 async def pair(request: pytest.FixtureRequest, make: Make) -> tuple[Limits, Limits, Clock]:
     """Two doors to one set of counters, with a clock that stands still."""
     clock = Clock()
     if request.param == "process":
         one = await make(None, clock)
         return one, one, clock
-    url = request.getfixturevalue("server").url
+    shared: Server | Cluster = request.getfixturevalue(request.param)
+    if isinstance(shared, Cluster):
+        shared.flush()
+    url = shared.url
     return await make(url, clock), await make(url, clock), clock
 
 
@@ -234,7 +243,7 @@ async def test_budget_without_duration(pair: tuple[Limits, Limits, Clock]) -> No
 
 async def test_no_limits_no_work() -> None:
     """A tenant without limits is admitted without a single await, whatever the server does."""
-    limits = Limits(Redis(unix_socket_path="nowhere"))
+    limits = Limits("unix:///nowhere")
     admitting = limits.admit(Tenant(), 10**9)
     with pytest.raises(StopIteration) as done:
         admitting.send(None)
@@ -396,7 +405,7 @@ def test_lua_is_the_local_rule(
 
     async def compare() -> None:
         clock, window = Clock(), Window()
-        limits = Limits(client(shared_server.url), timeout=5.0, clock=clock)
+        limits = Limits(shared_server.url, timeout=5.0, clock=clock)
         assert limits._shared is not None
         async with Redis(unix_socket_path=str(shared_server.path)) as redis:
             await redis.flushall()

@@ -12,6 +12,7 @@ import torch
 from workers.cache import KVCache
 from workers.config import RedisConfig, StoreConfig
 from workers.keys import Space
+from workers.redis_servers import Address
 from workers.store import KVStore
 
 BLOCK = 4
@@ -70,6 +71,21 @@ def files(folder: Path) -> list[Path]:
 
 
 def keys(url: str) -> list[bytes]:
-    """All keys that the server holds."""
-    with redis.Redis.from_url(url) as client:
-        return sorted(client.scan_iter("*"))
+    """All keys that the server holds, or that a cluster's nodes hold."""
+    return sorted(lives(url))
+
+
+def lives(url: str) -> dict[bytes, int]:
+    """All keys, and the milliseconds that each has left; -1 for ever."""
+    found: dict[bytes, int] = {}
+    for server in Address.of(url).servers:
+        with redis.Redis.from_url(server) as client:
+            found |= {key: client.pttl(key) for key in client.scan_iter("*")}
+    return found
+
+
+def empty(url: str) -> None:
+    """Take a server's memory away, or that of all of a cluster's nodes."""
+    for server in Address.of(url).servers:
+        with redis.Redis.from_url(server) as client:
+            client.flushall()

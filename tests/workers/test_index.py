@@ -1,4 +1,4 @@
-"""The KV index against a real server: matching, budgets, eviction, lives, purge, and a Redis that is sick."""
+"""The KV index against a real server and a real cluster: matching, budgets, eviction, lives, purge, a sick Redis."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.kvlab import keys
+from tests.cluster import Cluster, running
+from tests.workers.kvlab import empty, keys, lives
 from workers.embedded import EmbeddedRedis
 from workers.index import Breaker, Entry, IndexDown, KVIndex, Usage
 
@@ -23,16 +23,18 @@ A, B = "a" * 32, "b" * 32
 BIG = 2**40
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
-        yield running
+@pytest.fixture(scope="module", params=["server", "cluster"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddedRedis | Cluster]:
+    folder = tmp_path_factory.mktemp("redis")
+    with EmbeddedRedis(folder) if request.param == "server" else running(folder) as made:
+        yield made
 
 
 @pytest.fixture
-def index(server: EmbeddedRedis) -> Iterator[KVIndex]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
+def index(server: EmbeddedRedis | Cluster) -> Iterator[KVIndex]:
+    empty(server.url)
     made = KVIndex(server.url, "s", timeout=2.0)
     yield made
     made.close()
@@ -58,7 +60,7 @@ def blocks(index: KVIndex, tag: str, chain: list[bytes]) -> int:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 45))
 @settings(max_examples=40, deadline=None)
-def test_match_is_the_longest_prefix(server: EmbeddedRedis, lengths: list[int], asked: int) -> None:
+def test_match_is_the_longest_prefix(server: EmbeddedRedis | Cluster, lengths: list[int], asked: int) -> None:
     """However a chain was cut into segments, a match covers min(asked, stored) blocks with whole leading pieces."""
     index = KVIndex(server.url, os.urandom(4).hex(), timeout=2.0)
     chain, at = ids(45), 0
@@ -166,20 +168,19 @@ def test_a_writer_that_died_is_refunded(index: KVIndex) -> None:
     assert (index.usage(A), index.commit(A, made.obj)) == (Usage(0, 0), "lost")
 
 
-def test_every_key_has_an_expiry(index: KVIndex, server: EmbeddedRedis) -> None:
+def test_every_key_has_an_expiry(index: KVIndex, server: EmbeddedRedis | Cluster) -> None:
     """Nothing that is written stays for ever, and all of it outlives the evictor's own time."""
     chain = ids(8)
     add(index, entry(chain, 0, 4))
     index.begin(entry(chain, 4, 8), tenant_limit=BIG, store_limit=BIG)
     index.mark_up()
     index.claim(A, chain[0], "me", 100.0)
-    with redis.Redis.from_url(server.url) as client:
-        lives = {key: client.pttl(key) for key in client.scan_iter("*")}
-    assert len(lives) > 8
-    assert all(life > 99_000 for life in lives.values())
+    left = lives(server.url)
+    assert len(left) > 8
+    assert all(life > 99_000 for life in left.values())
 
 
-def test_purge_leaves_nothing_of_the_tag(index: KVIndex, server: EmbeddedRedis) -> None:
+def test_purge_leaves_nothing_of_the_tag(index: KVIndex, server: EmbeddedRedis | Cluster) -> None:
     """After a purge, also of what was being written, a scan finds no key of it, and others keep theirs."""
     chain, other = ids(40), ids(4)
     for at in range(0, 36, 4):
@@ -191,7 +192,7 @@ def test_purge_leaves_nothing_of_the_tag(index: KVIndex, server: EmbeddedRedis) 
     assert (index.usage(), blocks(index, B, other)) == (Usage(100, 1), 4)
 
 
-def test_budgets_hold_under_concurrency(index: KVIndex, server: EmbeddedRedis) -> None:
+def test_budgets_hold_under_concurrency(index: KVIndex, server: EmbeddedRedis | Cluster) -> None:
     """Whatever eight writers begin, commit, abort and forget at once, no reading is ever above a budget, and in the
     end the charge is exactly what is there."""
     over: list[Usage] = []
