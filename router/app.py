@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from router import settings as config
 from router.audit import Audit
 from router.audit_sweep import sweep_for_ever
+from router.backups import unbacked
 from router.conversations import Conversations
 from router.course import Decisions
 from router.deployments import Deployment
@@ -276,6 +277,8 @@ def serve(settings: Settings, path: Path | str) -> None:
     configure_logging(settings.log.level, format="console" if written == "text" else written)
     for finding in settings.findings:
         log.warning("unsupported", finding=str(finding))
+    for problem in unbacked(settings, path):
+        log.warning("no_backup", problem=problem)
     remote = None if settings.redis.url == "embedded" else settings.redis.url
     fleet = _fleet(settings, path, remote) if settings.workers or remote else KnownFleet()
     app = create_app(settings, path, fleet=fleet, redis_url=remote)

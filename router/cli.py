@@ -109,20 +109,28 @@ def worker(config: Path, name: str, url: str | None) -> None:
 @click.option("--strict", is_flag=True, help="Whatever would be a warning is an error.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def check(file: Path, strict: bool, as_json: bool) -> None:
-    """Read a configuration and its tenants, and say what would not work."""
+    """Read a configuration and its tenants, and say what would not work.
+
+    Exit status 1 when the router would refuse it, and when a regulated tenant would be without a backup.
+    """
     from router.advice import advise
+    from router.backups import unbacked
 
     settings = _listening(_load(file), None, None)
     tenants = _tenants(settings)
+    problems = unbacked(settings, file)
     notes = [(f.key, str(f)) for f in settings.findings] + advise(settings, file)
     if as_json:
-        click.echo(json.dumps({"ok": not (strict and notes), "notes": [{"key": k, "note": n} for k, n in notes]}))
+        told = [{"key": k, "note": n} for k, n in notes]
+        click.echo(json.dumps({"ok": not problems and not (strict and notes), "notes": told, "problems": problems}))
     else:
+        for problem in problems:
+            click.echo(problem, err=True)
         for _, note in notes:
             click.echo(f"{file}: {note}", err=True)
         counts = (len(settings.groups), len(settings.model_list), len(settings.pairs), len(tenants.names))
         click.echo("{}: {} model groups, {} deployments, {} pairs, {} tenants".format(file, *counts))
-    sys.exit(1 if strict and notes else 0)
+    sys.exit(1 if problems or (strict and notes) else 0)
 
 
 @main.command()

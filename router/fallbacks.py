@@ -23,6 +23,11 @@ def after(routing: Routing, group: str, error: RouterError) -> tuple[str, ...]:
 def _unless_refused(routing: Routing, group: str, error: RouterError) -> tuple[str, ...]:
     if isinstance(error, Refused) or not isinstance(error, TransportError):
         return ()
+    return others(routing, group)
+
+
+def others(routing: Routing, group: str) -> tuple[str, ...]:
+    """Groups that may answer when every deployment of `group` fails."""
     return _of(routing.fallbacks, group) or routing.default_fallbacks
 
 

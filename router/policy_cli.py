@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from router import audit_verify
 from router.audit_keys import AuditError
@@ -50,6 +51,21 @@ def _tenant(name: str, before: Version, after: Version) -> dict[str, Any]:
         return {"tenant": name, "state": "added" if old is None else "removed", "changes": []}
     found = [{"key": c.key, "old": c.old, "new": c.new, "text": str(c)} for c in changes(old, new)]
     return {"tenant": name, "state": "changed" if found else "same", "changes": found}
+
+
+@policy_commands.command("show")
+@click.argument("path", type=_Written)
+@click.option("--tenant", "wanted", help="Only this one.")
+def show(path: Path, wanted: str | None) -> None:
+    """Print tenants as they hold, with all that `extends` and `preset` stand for, as YAML that can be read again.
+
+    PATH is a tenant file, a folder of them, or a configuration. Keys are printed as digests.
+    """
+    tenants = _read(path).tenants
+    if wanted is not None and wanted not in tenants:
+        raise click.ClickException(f"no tenant is called {wanted!r}; there are: {', '.join(tenants) or 'none'}")
+    shown = [tenants[name].written() for name in tenants if wanted in (None, name)]
+    click.echo(yaml.safe_dump_all(shown, sort_keys=False, allow_unicode=True), nl=False)
 
 
 @policy_commands.command("replay")

@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from router import litellm_config, source
+from router import layers, litellm_config, source
 from router.deployments import CacheParams as CacheParams
 from router.deployments import Deployment as Deployment
 from router.deployments import LiteLLMParams as LiteLLMParams
@@ -296,7 +296,7 @@ def load_text(text: str, name: str = "config", *, folder: Path | None = None) ->
     written = source.read(text, name)
     findings = litellm_config.unsupported(written)
     litellm_config.refuse(written)
-    resolved = source.resolve(written, environment(written))
+    resolved = layers.expand_listed(source.resolve(written, environment(written)))
     data = litellm_config.supported(resolved.data)
     _anchor(data, folder or Path())
     settings = _validated(data, resolved)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from policies.policy import Policy, Share
 from policies.scopes import UseCase
+from router.deployments import without_secrets
 from router.labels import Classifier
 from workers.config import Config, KVPolicy, Span
 
@@ -64,6 +65,10 @@ class BoundUseCase(UseCase):
 class TenantConfig(Policy):
     """One tenant: LiteLLM's names where it has one, and a policy."""
 
+    extends: str | None = Field(None, exclude=True)
+    """Another tenant, or a file beside this one, whose keys hold where this one says nothing."""
+    preset: str | None = Field(None, exclude=True)
+    """A set of defaults that the router comes with."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     key: KeyDigest | None = Field(None, repr=False)
     keys: tuple[KeyDigest, ...] = Field((), repr=False)
@@ -98,6 +103,12 @@ class TenantConfig(Policy):
         return self
 
     @model_validator(mode="after")
+    def _laid_out(self) -> Self:
+        if self.extends is not None or self.preset is not None:
+            raise ValueError("extends and preset hold only where a tenant is read from a file")
+        return self
+
+    @model_validator(mode="after")
     def _keys_lead_somewhere(self) -> Self:
         bound = [key for case in self.use_cases for key in case.keys]
         if len(set(bound)) != len(bound):
@@ -123,6 +134,19 @@ class TenantConfig(Policy):
         """All that is written, defaults filled in, as JSON. Of a key's digest only as much as shows a change."""
         keys = sorted(f"{key[:8]} {case}" if case else key[:8] for key, case in self.key_digests.items())
         return json.dumps(self.without_keys() | {"keys": keys}).encode()
+
+    def written(self) -> dict[str, Any]:
+        """What was written and laid under it, for YAML: keys as digests, secrets among options left out."""
+        data = self.model_dump(mode="json", exclude_unset=True)
+        if self.key is not None:
+            data["key"] = f"sha256:{self.key}"
+        for holder in (data, *data.get("use_cases", ())):
+            if holder.get("keys"):
+                holder["keys"] = [f"sha256:{key}" for key in holder["keys"]]
+        for hook in (*data.get("rules", ()), data.get("classifier") or {}):
+            if "options" in hook:
+                hook["options"] = without_secrets(hook["options"])
+        return data
 
     def without_keys(self) -> dict[str, Any]:
         """All that is written but the keys, defaults filled in, for JSON."""

@@ -12,15 +12,18 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from policies.policy import Policy
-from router import source
+from router import layers, source
 from router.labels import Labeller
 from router.settings import Settings
-from router.source import ConfigError
+from router.source import ConfigError, Source
 from router.tenant_config import AuditPolicy as AuditPolicy
 from router.tenant_config import TenantConfig, digest_key
 from workers.config import KVPolicy
 
 DEFAULT = "default"
+
+Stamps = dict[Path, tuple[int, int] | None]
+"""When files were last written (ns), and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ class TenantSource:
         """
         self._settings = settings
         self._loopback = settings.loopback if loopback is None else loopback
-        self._seen = self._stamp()
+        self._bases: Stamps = {}
+        self._seen = self._stamp(settings)
         self._known = self._read(settings)
 
     def find(self, key: str | None) -> Tenant | None:
@@ -141,35 +145,36 @@ class TenantSource:
         return bool(self._known.by_digest)
 
     def changed(self) -> bool:
-        """Whether a tenant file was written, added or removed since the last reading, successful or not."""
-        return self._stamp() != self._seen
+        """Whether a tenant file, or what one extends, is another one than at the last reading, good or not."""
+        return self._stamp(self._settings) != self._seen or any(_stamp_of(f) != s for f, s in self._bases.items())
 
     def reload(self, settings: Settings | None = None) -> Change:
         """Read all tenants again, from new settings if given. Raises ConfigError, and then keeps what was."""
         wanted = settings or self._settings
-        self._seen = self._stamp()
+        self._seen, seen = self._stamp(self._settings), self._stamp(wanted)
         known = self._read(wanted)
         old = self._known.by_name
-        self._settings, self._known = wanted, known
-        self._seen = self._stamp()
+        self._settings, self._known, self._seen = wanted, known, seen
         return Change(
             added=tuple(n for n in known.by_name if n not in old),
             removed=tuple(n for n in old if n not in known.by_name),
             changed=tuple(n for n, t in known.by_name.items() if n in old and old[n].digest != t.digest),
         )
 
-    def _stamp(self) -> Mapping[str, tuple[int, int]]:
-        folder = self._settings.tenants
+    def _stamp(self, settings: Settings) -> Stamps:
+        """The folder's files as they are now."""
+        folder = settings.tenants
         if not isinstance(folder, Path) or not os.path.isdir(folder):
             return {}
         try:
-            return {f.name: ((s := f.stat()).st_mtime_ns, s.st_size) for f in tenant_files(folder)}
-        except OSError:  # a file went away between listing and asking: the next look sees the change
+            return {file: _stamp_of(file) for file in tenant_files(folder)}
+        except OSError:  # the folder went away: the next look sees it
             return {}
 
     def _read(self, settings: Settings) -> _Known:
         written = settings.tenants
-        configs = _folder(written, settings) if isinstance(written, Path) else tuple(written or ())
+        self._bases = {}
+        configs = _folder(written, settings, self._bases) if isinstance(written, Path) else tuple(written or ())
         by_name: dict[str, Tenant] = {}
         by_digest: dict[str, tuple[str, Tenant]] = {}
         for config in configs:
@@ -199,22 +204,57 @@ def tenant_files(folder: Path) -> Iterable[Path]:
     return sorted(f for f in folder.iterdir() if f.suffix in (".yaml", ".yml") and not f.name.startswith("."))
 
 
-def _folder(folder: Path, settings: Settings) -> tuple[TenantConfig, ...]:
+def _folder(folder: Path, settings: Settings, bases: Stamps) -> tuple[TenantConfig, ...]:
     if not os.path.isdir(folder):
         raise ConfigError(f"tenants: {folder} is not a folder")
-    return tuple(read_tenant(f, settings.environment_variables) for f in tenant_files(folder))
+    return tuple(read_tenant(f, settings.environment_variables, bases) for f in tenant_files(folder))
 
 
-def read_tenant(file: Path, variables: Mapping[str, str] | None = None) -> TenantConfig:
+def read_tenant(file: Path, variables: Mapping[str, str] | None = None, bases: Stamps | None = None) -> TenantConfig:
     """One tenant file. Raises ConfigError naming file, line, key and what was expected."""
+    written = written_tenant(file, variables, bases)
     try:
-        written = source.read(file.read_text(encoding="utf-8"), str(file))
+        return TenantConfig(**{str(k): v for k, v in written.data.items()})
+    except ValidationError as error:
+        raise written.invalid(error) from None
+
+
+def written_tenant(file: Path, variables: Mapping[str, str] | None = None, bases: Stamps | None = None) -> Source:
+    """A tenant file over what it extends, references resolved; notes in `bases` what it extends. Raises ConfigError."""
+    environ = {**os.environ, **(variables or {})}
+
+    def read(name: str, at: Source) -> Source:
+        return _read_file(_base(name, at, {} if bases is None else bases))
+
+    layered = layers.laid(layers.layers_of(_read_file(file), read))
+    resolved = tuple(source.resolve(layer, environ) for layer in layered.layers)
+    return layers.laid(resolved)
+
+
+def _base(name: str, at: Source, looked_for: Stamps) -> Path:
+    """`extends: bank` is the file `bank.yaml` beside the one that says so; with a suffix it is a path from there."""
+    folder = Path(at.name).parent
+    beside = [folder / name] if name.endswith((".yaml", ".yml")) else [folder / f"{name}{s}" for s in (".yaml", ".yml")]
+    looked_for.update((file, _stamp_of(file)) for file in beside)
+    found = next((file for file in beside if file.is_file()), None)
+    if found is None:
+        raise at.error(("extends",), f"there is no file {beside[0]}")
+    return found
+
+
+def _read_file(file: Path) -> Source:
+    try:
+        return source.read(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: is not UTF-8 text") from None
-    resolved = source.resolve(written, {**os.environ, **(variables or {})})
+
+
+def _stamp_of(file: Path) -> tuple[int, int] | None:
+    """Tells one writing of a file from another; None while it is not there."""
     try:
-        return TenantConfig(**{str(k): v for k, v in resolved.data.items()})
-    except ValidationError as error:
-        raise resolved.invalid(error) from None
+        told = file.stat()
+    except OSError:
+        return None
+    return told.st_mtime_ns, told.st_size

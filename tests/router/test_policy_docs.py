@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from policies.decide import decide
 from policies.facts import DeploymentFacts, Facts
 from policies.scopes import Scope, UseCase
+from router.layers import presets
 from router.tenant_config import BoundUseCase, TenantConfig
 
 TEXT = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
@@ -73,6 +74,11 @@ def test_own_rule_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     large = decide(policy, replace(small, prompt_tokens=5000))
     assert large.ranked == ("o",)
     assert large.judged[0].verdicts[-1].code == "own_rule"
+
+
+def test_presets_are_documented() -> None:
+    """The table has exactly the presets that there are, and each can be a tenant's."""
+    assert set(re.findall(r"^\| `([\w-]+)` \|", section("Presets and bases"), re.MULTILINE)) == set(presets())
 
 
 def test_use_cases_of_the_docs() -> None:
