@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from router import settings as config
 from router.audit import Audit
-from router.audit_sweep import sweep_for_ever
+from router.audit_house import open_audit, sweep_for_ever
 from router.backups import unbacked
 from router.conversations import Conversations
 from router.course import Decisions
@@ -236,12 +236,13 @@ def create_app(
         metrics.watch(
             "redis_up", "Limits are shared through Redis right now.", lambda: [({}, int(bool(limits.shared)))]
         )
+    audit = open_audit(settings.audit, metrics)
     parts = Parts(
         fleet=fleet or KnownFleet(),
         tenants=tenants,
         limits=limits,
         metrics=metrics,
-        audit=Audit(settings.audit.dir),
+        audit=audit,
         pools=Pools(),
         estimates=Estimates(),
         decisions=Decisions(),

@@ -24,6 +24,7 @@ import structlog
 
 from policies.facts import Decision, Facts
 from router import policy_files
+from router.audit_anchor import Anchor
 from router.audit_chain import Chain, Content, Entry, control
 from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
@@ -90,8 +91,11 @@ class Audit:
         rotate_bytes: int = 64 * 2**20,
         checkpoint_every: int = 1024,
         patience: float = 10.0,
+        anchor: Anchor | None = None,
     ) -> None:
+        """`anchor` is opened and closed with the log."""
         self.root = root
+        self.anchor = anchor
         self.lost = 0
         """Records of tenants that are not regulated, which could not be written. For the metrics."""
         self._options = {"rotate_bytes": rotate_bytes, "checkpoint_every": checkpoint_every}
@@ -122,6 +126,8 @@ class Audit:
         except Unrecorded:
             await self.close()
             raise
+        if self.anchor is not None:
+            self.anchor.start()
 
     async def close(self) -> None:
         """Write what waits, and a checkpoint over each chain."""
@@ -132,6 +138,8 @@ class Audit:
             self._thread = None
             self._jobs.put(None)
             await asyncio.to_thread(thread.join)
+            if self.anchor is not None:
+                await asyncio.to_thread(self.anchor.close)
 
     def regulated(self, tenant: Tenant) -> bool:
         """No record, no answer; and the whole dialogue is kept."""
@@ -140,10 +148,18 @@ class Audit:
     async def intent(self, call: Call, decision: Decision) -> None:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
+            self._check_anchor()
             body = partial(_with_facts, _asked(call, decision), _facts(call))
             entry = Entry("intent", body, call.id, {"request": _request(call)}, "full", call.subject)
             await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
+
+    def _check_anchor(self) -> None:
+        try:
+            if self.anchor is not None:
+                self.anchor.check()
+        except AuditError as error:
+            raise Unrecorded(f"{error}, and a regulated answer needs it, so there is none") from error
 
     async def outcome(self, call: Call, decision: Decision | None, outcome: Outcome) -> None:
         """Before the answer (of a stream: its last frame) leaves. Durable on return for a regulated tenant.
@@ -274,6 +290,8 @@ class Audit:
         except Exception as error:  # whatever it is, those who wait must be told
             errors = [error] * len(jobs)
         failed = [error for error in errors if error is not None]
+        if self.anchor is not None and len(failed) < len(jobs):
+            self.anchor.wrote(len(jobs) - len(failed))
         if failed:
             log.error("audit_write_failed", tenant=tenant, records=len(failed), error=str(failed[0]))
         return list(zip(jobs, errors, strict=True))

@@ -10,8 +10,9 @@ import click
 
 from router import audit_custody_cli as custody_cli
 from router import audit_verify
+from router.audit_anchor import missing_chains, read_anchor
 from router.audit_keys import AuditError
-from router.audit_lines import Record
+from router.audit_lines import Anchored, Record
 from router.audit_options import log_folder, which_log
 from router.audit_verify import Report
 
@@ -24,15 +25,37 @@ def audit_commands() -> None:
 @audit_commands.command("verify")
 @which_log
 @click.option("--key", help="Public key (hex) kept elsewhere; without it, the one beside the log.")
+@click.option(
+    "--anchor",
+    type=click.Path(exists=True, path_type=Path),
+    help="File, or folder of files, with heads that were anchored elsewhere.",
+)
 @click.option("--json", "as_json", is_flag=True)
 @click.argument("tenants", nargs=-1)
-def verify(root: Path | None, config: Path | None, key: str | None, as_json: bool, tenants: tuple[str, ...]) -> None:
-    """Check the chains of TENANTS, or all. Exit status 1 when one does not hold."""
+def verify(
+    root: Path | None,
+    config: Path | None,
+    key: str | None,
+    anchor: Path | None,
+    as_json: bool,
+    tenants: tuple[str, ...],
+) -> None:
+    """Check the chains of TENANTS, or all. Exit status 1 when one does not hold.
+
+    With --config, records that were removed before their tenant's retention ended are a fault too.
+    """
     folder = log_folder(root, config)
     known = audit_verify.tenants(folder)
     if not known and not tenants:
         raise click.ClickException(f"{folder}: no chains")
-    reports = [audit_verify.verify(folder, tenant, _public(key)) for tenant in tenants or known]
+    lines = None if anchor is None else _anchored(anchor)
+    lost = [] if lines is None or tenants else missing_chains(known, lines)
+    kept = {} if config is None else _retentions(config)
+    reports = [
+        audit_verify.verify(folder, tenant, _public(key), anchored=lines, retention=kept.get(tenant))
+        for tenant in tenants or known
+    ]
+    reports += [Report(tenant, faults=["heads of it were anchored, and the chain is not here"]) for tenant in lost]
     if as_json:
         click.echo(json.dumps([asdict(report) | {"holds": report.holds} for report in reports], indent=2))
     else:
@@ -63,6 +86,27 @@ def show(root: Path | None, config: Path | None, wanted: str | None, content: bo
         raise click.ClickException(str(error)) from error
 
 
+def _anchored(path: Path) -> list[Anchored]:
+    try:
+        return read_anchor(path)
+    except (AuditError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _retentions(config: Path) -> dict[str, float]:
+    """Seconds by tenant, where there is an end."""
+    from router import settings
+    from router.source import ConfigError
+    from router.tenants import TenantSource
+
+    try:
+        source = TenantSource(settings.load(config))
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    tenants = [tenant for name in source.names if (tenant := source.get(name)) is not None]
+    return {tenant.name: tenant.audit.retention for tenant in tenants if tenant.audit.retention is not None}
+
+
 def _public(key: str | None) -> bytes | None:
     try:
         return None if key is None else bytes.fromhex(key)
@@ -82,6 +126,13 @@ def _told(report: Report) -> str:
         "requests begun and not ended": len(report.open_intents),
     }
     lines += [f"  note: {count} {what}" for what, count in notes.items() if count]
+    if report.pruned:
+        lines.append(f"  note: records of days before {report.pruned} were removed when their retention ended")
+    if report.anchored is not None:
+        younger = report.records - 1 - report.anchored
+        lines.append(
+            f"  note: anchored up to record {report.anchored}; {younger} are younger than the last anchored head"
+        )
     return "\n".join(lines)
 
 

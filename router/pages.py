@@ -148,6 +148,9 @@ class Pages:
             "redis": "none" if shared is None else "connected" if shared else "away",
             "workers": len(self._fleet.workers()),
         }
+        audit = self._endpoint.dispatcher.audit
+        if audit is not None and audit.anchor is not None:
+            told["audit_anchor"] = "away" if audit.anchor.away else "reached"
         return _json(told, 200 if settled else 503)
 
     async def metrics(self, request: Request) -> Response:

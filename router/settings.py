@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
 from router import layers, litellm_config, source
+from router.audit_sinks import sink_of
 from router.deployments import CacheParams as CacheParams
 from router.deployments import Deployment as Deployment
 from router.deployments import LiteLLMParams as LiteLLMParams
@@ -27,7 +28,7 @@ from router.prices import table_path
 from router.source import ConfigError as ConfigError
 from router.source import Source
 from router.tenant_config import TenantConfig
-from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, StoreConfig, WorkerConfig
+from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, Span, StoreConfig, WorkerConfig
 
 Strategy = Literal[
     "simple-shuffle",
@@ -38,6 +39,10 @@ Strategy = Literal[
     "usage-based-routing-v2",
 ]
 Fallbacks = tuple[dict[str, tuple[str, ...]], ...]
+
+
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
 
 
 class Alias(Config):
@@ -109,10 +114,35 @@ class LogConfig(Config):
     format: Literal["auto", "json", "text"] = "auto"
 
 
+class AnchorConfig(Config):
+    """Where signed heads of all chains are handed to, so that nobody here can rewrite history unseen."""
+
+    to: Annotated[tuple[str, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
+    """Paths of files, or syslog+udp://, syslog+tcp://, syslog+unix:, http(s):// and s3:// addresses."""
+    every: Span = Field(60.0, ge=1)
+    """Seconds between two looks."""
+    records: int = Field(1000, ge=1)
+    """So many new records bring the next look forward."""
+    required: bool = False
+    """Regulated tenants get no answers while a record has waited longer than `max_lag` to be anchored."""
+    max_lag: Span = 300.0
+    lock_days: int = Field(0, ge=0)
+    """Of s3: days for which each object is locked; the bucket must have object lock on."""
+    authorization: str | None = Field(None, repr=False)
+    """Of http(s): value of the header of that name."""
+
+    @model_validator(mode="after")
+    def _can_be_meant(self) -> Self:
+        for url in self.to:
+            sink_of(url)
+        return self
+
+
 class AuditConfig(Config):
-    """Where the audit records lie."""
+    """Where the audit records lie, and where their heads are anchored."""
 
     dir: Path = Path(".twolane/audit")
+    anchor: AnchorConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

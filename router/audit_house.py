@@ -1,4 +1,4 @@
-"""The end of retention, looked for every hour by a running router."""
+"""What a running router does for its audit log: opens it with its anchor and metrics, and ends retention every hour."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from pathlib import Path
 
 import structlog
 
+from router.audit import Audit
+from router.audit_anchor import anchor_of
 from router.audit_custody import Custody, Retained
 from router.audit_keys import AuditError
 from router.audit_verify import tenants as chains
+from router.settings import AuditConfig
+from router.telemetry import Metrics
 from router.tenants import TenantSource
 
 log = structlog.get_logger(__name__)
 
 EVERY = 3600.0
+
+
+def open_audit(written: AuditConfig, metrics: Metrics) -> Audit:
+    """The audit log with its anchor and its metrics, not begun."""
+    audit = Audit(written.dir, anchor=anchor_of(written))
+    lost = "Records of tenants that are not regulated, which could not be written."
+    metrics.watch("audit_lost_records_total", lost, lambda: [({}, audit.lost)], "counter")
+    if (anchor := audit.anchor) is not None:
+        up = "The last attempt to anchor the audit log's heads there succeeded."
+        metrics.watch("audit_anchor_up", up, lambda: [({"to": n}, int(u)) for n, u in anchor.up.items()])
+        lag = "Seconds that the oldest audit record has waited to be anchored everywhere."
+        metrics.watch("audit_anchor_lag_seconds", lag, lambda: [({}, anchor.lag)])
+    return audit
 
 
 async def sweep_for_ever(root: Path, tenants: TenantSource, every: float = EVERY) -> None:
