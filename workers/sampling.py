@@ -5,12 +5,16 @@ Order as in vLLM and OpenAI: logit bias, penalties over what was generated and p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
 from workers.errors import BadPrompt
+
+_FEW = 256
+"""Tokens among which the nucleus is sought first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,28 @@ class Sampler:
         if asked.min_p:
             probabilities = probabilities.masked_fill(probabilities < asked.min_p * probabilities.max(), 0.0)
         if asked.top_p < 1.0:
-            ordered, ids = probabilities.sort(descending=True)
-            # Kept while the mass before a token is below top_p: the token that crosses it stays, as in vLLM.
-            beyond = ordered.cumsum(0) - ordered >= asked.top_p
-            beyond[0] = False
-            probabilities[ids[beyond]] = 0.0
-        return int(torch.multinomial(probabilities, 1, generator=self._random))
+            probabilities = nucleus(probabilities, asked.top_p)
+        return draw(probabilities, float(torch.rand(1, generator=self._random, dtype=torch.float64)))
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The likeliest tokens whose mass reaches top_p, the one that crosses it included, as in vLLM; the others 0."""
+    # Ordering a whole vocabulary takes milliseconds, and the mass lies in few tokens nearly always.
+    ordered, ids = probabilities.topk(min(_FEW, probabilities.shape[0]))
+    if ordered[-1] > 0 and ordered.sum() < top_p:
+        ordered, ids = probabilities.sort(descending=True)
+    within = ordered.cumsum(0) - ordered < top_p
+    within[0] = True
+    kept = torch.zeros_like(probabilities)
+    kept[ids[within]] = ordered[within]
+    return kept
+
+
+def draw(probabilities: torch.Tensor, at: float) -> int:
+    """The token at the share `at`, from 0 to below 1, of the mass; never one of probability 0.
+
+    torch.multinomial takes 25 times as long for a vocabulary of 49152.
+    """
+    reached = probabilities.cumsum(0, dtype=torch.float64)
+    whole = float(reached[-1])
+    return int(torch.searchsorted(reached, min(at * whole, math.nextafter(whole, 0.0)), right=True))

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from workers.errors import BadPrompt
-from workers.sampling import Sampler, Sampling
+from workers.sampling import Sampler, Sampling, draw, nucleus
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 
@@ -44,6 +46,31 @@ def test_draws_follow_the_probabilities() -> None:
 def test_filters_keep_what_they_say(asked: dict[str, Any], possible: set[int]) -> None:
     """Only the tokens that a filter keeps are drawn, and all of them are."""
     assert set(draws(**asked)) == possible
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 2000), st.floats(0.1, 8.0), st.floats(0.0, 0.999), st.integers(0, 1 << 30), st.booleans())
+def test_the_nucleus_is_that_of_the_whole_order(
+    size: int, spread: float, top_p: float, seed: int, filtered: bool
+) -> None:
+    """However flat or steep: every token whose predecessors have less than top_p in all, with its own probability."""
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+    probabilities = torch.softmax(logits, dim=-1)
+    if filtered:
+        probabilities = probabilities.masked_fill(probabilities < 0.1 * probabilities.max(), 0.0)
+    ordered = probabilities.sort(descending=True).values
+    count = max(1, int((ordered.cumsum(0) - ordered < top_p).sum()))
+    expected = torch.where(probabilities >= ordered[count - 1], probabilities, 0.0)
+    assert torch.equal(nucleus(probabilities, top_p), expected)
+
+
+@pytest.mark.parametrize(
+    ("at", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (0.99, 3), (1 - 2**-53, 3), (1.0, 3)]
+)  # fmt: skip
+def test_a_draw_never_takes_what_has_no_probability(at: float, token: int) -> None:
+    """Not even at the edges of the range, whether or not the rest sums to 1."""
+    for scale in (1.0, 0.3):
+        assert draw(torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]) * scale, at) == token
 
 
 @pytest.mark.parametrize(
