@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -7,13 +10,51 @@ from torch import nn
 from tests.workers.test_engine import generate, some_ids
 from workers.config import ModelConfig
 from workers.loader import Loader
-from workers.packed import PackedLinear, Packer
+from workers.packed import PackedGate, PackedLinear, Packer
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many the products use."""
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+class Gated(nn.Module):
+    """The MLP of Llama and its kin, or one that scales besides."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(48, 96, bias=False), nn.Linear(48, 96, bias=False)
+        self.down_proj, self.act_fn, self.scale = nn.Linear(96, 48, bias=False), nn.SiLU(), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33, 256, 257])
+def test_gate_and_up_in_one_product_compute_what_two_do(rows: int, threads: int) -> None:
+    """For every number of rows, packed once only; an MLP that computes anything else keeps its own way."""
+    plain, odd = Gated(), Gated(scale=2.0)
+    model, packer = nn.Sequential(copy.deepcopy(plain)), Packer()
+    assert packer.pack(model) == 2
+    assert packer.pack(model) == 0
+    assert isinstance(model[0], PackedGate)
+    x = torch.randn(rows, 1, 48)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+        strange = nn.Sequential(copy.deepcopy(odd))
+        assert packer.pack(strange) == 2
+        assert type(strange[0]) is Gated
+        torch.testing.assert_close(strange(x), odd(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33])
-def test_a_packed_layer_computes_what_its_layer_does(rows: int, bias: bool) -> None:
-    """For every number of rows, and any leading shape."""
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33, 256, 257])
+def test_a_packed_layer_computes_what_its_layer_does(rows: int, bias: bool, threads: int) -> None:
+    """For every number of rows, threads, and any leading shape."""
     layer = nn.Linear(48, 96, bias=bias)
     model = nn.Sequential(layer)
     assert Packer().pack(model) == 1
