@@ -118,13 +118,13 @@ def gains(layer: Any) -> bool:
 
 def _is_gated(mlp: Any) -> bool:
     """Whether it is the gated MLP of most decoders: by its parts, and by what it computes for some numbers."""
-    layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if isinstance(mlp, PackedGate) or not all(type(layer) is nn.Linear for layer in layers):
+    if isinstance(mlp, PackedGate) or not callable(getattr(mlp, "act_fn", None)):
+        return False
+    layers: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if any(type(layer) is not nn.Linear for layer in layers):
         return False
     gate, up, down = layers
     if gate.bias is not None or up.bias is not None or gate.weight.shape != up.weight.shape or not gains(gate):
-        return False
-    if not callable(getattr(mlp, "act_fn", None)):
         return False
     with torch.inference_mode():
         some = torch.linspace(-1, 1, gate.in_features)[None]
