@@ -40,6 +40,10 @@ class PairFacts:
     retention: float | None = None
     reason: str = ""
     """Why it is not available, in the worker's words."""
+    demoted: str = ""
+    """What it was demoted for; empty where it was not, or its rest is over."""
+    probation: float | None = None
+    """Share of the requests that may take it while it is on probation; None where it is not."""
 
 
 @dataclass(frozen=True, slots=True)

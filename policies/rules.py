@@ -33,6 +33,8 @@ REASONS: dict[str, str] = {
     "region_not_allowed": "The deployment stands in no region that the tenant allows.",
     "not_rolled_out": "The conversation is not in the share that the rollout lets onto the cache lane.",
     "pair_unavailable": "No live worker holds this pair.",
+    "pair_demoted": "The pair was taken out: its answers went wrong, or it is not the pair that it was.",
+    "pair_probation": "The pair is on probation, and the request is not in the share that may take it.",
     "pair_not_allowed": "The tenant's policy does not allow this pair.",
     "pair_rejected": "The pair's report speaks against it.",
     "pair_unverified": "The tenant asks for a verified pair.",
@@ -167,6 +169,16 @@ def pair_available(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> V
     return Verdict(False, "pair_unavailable", "" if pair is None else pair.reason)
 
 
+def pair_in_force(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
+    pair = deployment.pair
+    if deployment.transport != "cache" or pair is None or (not pair.demoted and pair.probation is None):
+        return OK
+    if pair.demoted or pair.probation is None:
+        return Verdict(False, "pair_demoted", pair.demoted)
+    # Not the draw itself: that one also orders equals. Written so that a NaN refuses.
+    return OK if facts.draw * 1021 % 1 < pair.probation else REFUSALS["pair_probation"]
+
+
 def pair_allowed(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
     if deployment.transport != "cache" or (terms.pairs_allowed is None and not terms.pairs_denied):
         return OK
@@ -238,6 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule("region", region, lambda terms, facts: terms.regions is None),
     Rule("rollout", rollout, lambda terms, facts: terms.cache_share >= 1, cache_only=True),
     Rule("pair_available", pair_available, cache_only=True),
+    Rule("pair_in_force", pair_in_force, cache_only=True),
     Rule("pair_allowed", pair_allowed, cache_only=True),
     Rule("pair_proven", pair_proven, cache_only=True),
     Rule("available", available),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -16,11 +16,14 @@ import uvicorn
 from starlette.applications import Starlette
 
 from router import settings as config
+from router.admin import record_stop
+from router.admins import Admins
 from router.audit import Audit
 from router.audit_house import open_audit, sweep_for_ever
 from router.backups import unbacked
 from router.conversations import Conversations
 from router.course import Decisions
+from router.demotion import Demotion
 from router.deployments import Deployment
 from router.dispatch import Dispatcher
 from router.endpoints import PATHS, Endpoint
@@ -29,9 +32,14 @@ from router.estimates import Estimates
 from router.gather import Gatherer
 from router.health import Health
 from router.http import Receive, Scope, Send
+from router.lane import CacheLane, RunningCall, lane_pairs, watch_fingerprints
 from router.limits import Limits
+from router.newest import Newest
 from router.pages import Pages
 from router.settings import ConfigError, Settings
+from router.standings import Standings
+from router.stops import Stops
+from router.stops_file import Stop
 from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
 from router.transports.base import Transport
@@ -40,6 +48,7 @@ from router.transports.openai_http import Pools
 from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
 from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
+from workers.config import DemotionLimits
 
 log = structlog.get_logger("twolane.router")
 
@@ -60,7 +69,11 @@ class Parts:
     estimates: Estimates
     decisions: Decisions
     conversations: Conversations
-    stopped: Callable[[], frozenset[str]]
+    admins: Admins
+    news: Newest
+    stops: Stops
+    standings: Standings
+    running: dict[str, RunningCall]
 
 
 class App:
@@ -73,7 +86,15 @@ class App:
         self._litellm: LiteLLMThread | None = None
         self.endpoint = Endpoint(self._dispatcher(settings), parts.tenants, settings.max_body_bytes)
         self._hot = {f"{version}{path}" for version in ("", "/v1") for path in PATHS}
-        pages = Pages(self.endpoint, fleet=parts.fleet, limits=parts.limits, metrics=parts.metrics, reload=self.reload)
+        pages = Pages(
+            self.endpoint,
+            fleet=parts.fleet,
+            limits=parts.limits,
+            metrics=parts.metrics,
+            admins=parts.admins,
+            stops=parts.stops,
+            reload=self.reload,
+        )
         self._rest = pages.app(self._lifespan)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,16 +106,23 @@ class App:
     async def reload(self, who: str = "signal") -> dict[str, Any]:
         """Put the files as they are now in force. Raises ConfigError, and then all stays as it was."""
         self._seen = _stamp(self._path)
-        settings = self.endpoint.dispatcher.settings if self._path is None else config.load(self._path)
+        old = self.endpoint.dispatcher.settings
+        settings = old if self._path is None else config.load(self._path)
         dispatcher = self._dispatcher(settings)
+        before = self.parts.tenants.digests
         change = self.parts.tenants.reload(settings)
         self.parts.metrics.configure(_labels(settings), self.parts.tenants.names)
+        self.parts.admins.configure(settings.admins, settings.general_settings.master_key)
+        self.parts.standings.demotion.configure(_demotion_limits(settings))
         self.endpoint.dispatcher = dispatcher
         self.endpoint.max_body = settings.max_body_bytes
         told = {"added": change.added, "removed": change.removed, "changed": change.changed}
         log.info("reloaded", who=who, tenants=told, deployments=len(settings.model_list))
+        after = self.parts.tenants.digests
+        digests = {name: [before.get(name), after.get(name)] for group in told.values() for name in group}
+        detail = {"config": [old.digest, settings.digest], "tenants": told, "digests": digests}
         with contextlib.suppress(Unrecorded):  # the log of a disk that is full must not keep a fix from being loaded
-            await self.parts.audit.control("reload", who, {"tenants": told})
+            await self.parts.audit.control("reload", who, detail)
         return {"reloaded": True, "tenants": told, "deployments": len(settings.model_list)}
 
     def _dispatcher(self, settings: Settings) -> Dispatcher:
@@ -107,7 +135,8 @@ class App:
             health=health,
             metrics=parts.metrics,
             conversations=parts.conversations,
-            stopped=parts.stopped,
+            demotion=parts.standings.demotion,
+            stopped=parts.stops.in_force,
         )
         transports: dict[str, Transport] = {}
         dispatcher = Dispatcher(
@@ -119,6 +148,7 @@ class App:
             estimates=parts.estimates,
             limits=parts.limits,
             metrics=parts.metrics,
+            lane=CacheLane(lane_pairs(settings.model_list), parts.stops, parts.standings.demotion, parts.running),
             decisions=parts.decisions,
             conversations=parts.conversations,
             audit=parts.audit,
@@ -147,7 +177,8 @@ class App:
             case "local" | "cache":
                 role: Role = "pair" if deployment.kind == "cache" else "model"
                 timeout = deployment.timeout or routing.timeout
-                return OnWorker(role, deployment.upstream_model, parts.fleet, parts.pools, timeout=timeout)
+                demotion = parts.standings.demotion
+                return OnWorker(role, deployment.upstream_model, parts.fleet, parts.pools, demotion, timeout=timeout)
             case _:
                 assert_never(deployment.kind)
 
@@ -160,14 +191,17 @@ class App:
             stack.push_async_callback(self._close_litellm)
             await parts.audit.start()
             stack.push_async_callback(parts.audit.close)
+            stack.push_async_callback(parts.news.close)
+            await parts.stops.start()
+            await parts.standings.start()
+            stack.push_async_callback(parts.standings.close)
             await parts.limits.start()
             stack.push_async_callback(parts.limits.close)
             await parts.fleet.start()
             stack.push_async_callback(parts.fleet.close)
-            look = asyncio.create_task(self._look())
-            stack.push_async_callback(_ended, look)
-            retention = asyncio.create_task(sweep_for_ever(parts.audit.root, parts.tenants))
-            stack.push_async_callback(_ended, retention)
+            sweep = sweep_for_ever(parts.audit.root, parts.tenants)
+            for work in (self._look(), sweep, parts.news.run(), parts.stops.run(), parts.standings.run()):
+                stack.push_async_callback(_ended, asyncio.create_task(work))
             self._on_sighup()
             gc.collect()
             gc.freeze()  # what is built now lives as long as the process: the collector need not walk it again
@@ -192,9 +226,10 @@ class App:
             log.error("reload_refused", who=who, error=str(error))
 
     async def _look(self) -> None:
-        """Take up the files when they change; a bad one leaves what runs in force."""
+        """Take up the files when they change, a bad one leaves what runs in force; and see pairs that were swapped."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
+            watch_fingerprints(self.parts.fleet, self.parts.standings.demotion)
             if self.parts.tenants.changed() or _stamp(self._path) != self._seen:
                 await self._reload_or_keep("file")
 
@@ -216,18 +251,31 @@ def _labels(settings: Settings) -> list[tuple[str, str, str]]:
     return [(d.id, d.model_name, d.transport) for d in settings.model_list]
 
 
+def _demotion_limits(settings: Settings) -> dict[str, DemotionLimits]:
+    return {pair.name: pair.demotion for pair in settings.pairs}
+
+
+def _watch_lane(metrics: Metrics, stops: Stops, demotion: Demotion) -> None:
+    watch = metrics.watch
+    watch("stops", "Stop buttons in force.", lambda: [({}, len(stops.in_force()))])
+    watch("pair_demoted", "The pair is taken out.", lambda: demotion.samples("demoted"))
+    watch("pair_probation", "The pair is on probation.", lambda: demotion.samples("probation"))
+    watch("pair_alarm_level", "How near a signal is to demoting its pair; 1 does.", demotion.levels)
+    watch("pair_f1", "Recent mean token F1 between a pair's answers and the text route's.", demotion.agreement)
+    watch("pair_agreed", "Share of compared answers that say the same as the text route's.", demotion.agreed)
+
+
 def create_app(
     settings: Settings,
     path: Path | None = None,
     *,
     fleet: Fleet | None = None,
     redis_url: str | None = None,
-    stopped: Callable[[], frozenset[str]] = frozenset,
 ) -> App:
     """Build the router; its parts open and close with the ASGI lifespan.
 
-    `path` is the file that a reload reads again; `redis_url` where limits are shared (None counts in this process);
-    `stopped` gives the stop buttons in force. Raises ConfigError.
+    `path` is the file that a reload reads again; `redis_url` where limits, stops and demotions are shared (None keeps
+    them to this process and its files). Raises ConfigError.
     """
     tenants = TenantSource(settings)
     limits = Limits(redis_url, timeout=settings.redis.timeout)
@@ -237,6 +285,20 @@ def create_app(
             "redis_up", "Limits are shared through Redis right now.", lambda: [({}, int(bool(limits.shared)))]
         )
     audit = open_audit(settings.audit, metrics)
+    news = Newest(redis_url)
+
+    async def adopted(stop: Stop) -> None:
+        await record_stop(audit, tenants, "file", stop)
+
+    async def record(what: str, who: str, detail: dict[str, Any]) -> None:
+        try:
+            await audit.control(what, who, detail)
+        except Unrecorded as error:  # a pair is demoted all the same
+            log.error("step_not_recorded", what=what, error=error.message)
+
+    stops = Stops(settings.stops_file, news, adopted=adopted, apart=settings.stops.without_redis == "stop")
+    standings = Standings(_demotion_limits(settings), settings.state_dir.resolve() / "standings.json", news, record)
+    _watch_lane(metrics, stops, standings.demotion)
     parts = Parts(
         fleet=fleet or KnownFleet(),
         tenants=tenants,
@@ -247,7 +309,11 @@ def create_app(
         estimates=Estimates(),
         decisions=Decisions(),
         conversations=Conversations(),
-        stopped=stopped,
+        admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
+        news=news,
+        stops=stops,
+        standings=standings,
+        running={},
     )
     return App(settings, parts, path)
 

@@ -35,7 +35,7 @@ SIGNALS: tuple[Signal, ...] = ("agreement", "harm", "drift", "errors")
 State = Literal["active", "demoted", "probation"]
 
 
-class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
+class Standing(msgspec.Struct, frozen=True):
     """Where a pair stands. Of two of one pair the one with the higher `seq` counts."""
 
     state: State = "active"
@@ -69,8 +69,6 @@ class Step:
     @property
     def what(self) -> str:
         """Name of the control record."""
-        if self.old.state == self.new.state == "active":
-            return "pair_accepted"
         return {"active": "pair_reinstated", "demoted": "pair_demoted", "probation": "pair_probation"}[self.new.state]
 
 
@@ -199,7 +197,7 @@ class Demotion:
         """A person puts the pair back in force as it is. Raises KeyError for one that is not configured."""
         if pair not in self._watches:
             raise KeyError(pair)
-        self._step(pair, "active", reason, {"reason": reason}, who=who, round=0)
+        self._step(pair, "active", reason, {}, who=who, round=0)
         return self.standing(pair)
 
     def take(self, pair: str, standing: Standing) -> bool:

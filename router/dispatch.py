@@ -31,6 +31,7 @@ from router.estimates import Estimates
 from router.features import output_limit
 from router.gather import Gatherer
 from router.health import Health, wait_told
+from router.lane import CacheLane
 from router.limits import Limits
 from router.refusal import refusal
 from router.settings import Settings
@@ -40,7 +41,9 @@ from router.transports.base import Transport
 LONGEST_WAIT = 3.0
 """Seconds that a request may be made to wait for another try; a longer Retry-After is the caller's to honour."""
 _FIRST_WAIT = 0.2
-_NOT_HERE_AGAIN = frozenset({"upstream_auth", "upstream_billing", "upstream_not_found", "insufficient_quota"})
+_NOT_HERE_AGAIN = frozenset(
+    {"upstream_auth", "upstream_billing", "upstream_not_found", "insufficient_quota", "stopped", "pair_demoted"}
+)
 """Faults that the same deployment will show again, though another may not."""
 
 
@@ -68,6 +71,7 @@ class Dispatcher:
     estimates: Estimates
     limits: Limits
     metrics: Metrics
+    lane: CacheLane
     decisions: Decisions = field(default_factory=Decisions)
     conversations: Conversations = field(default_factory=Conversations)
     audit: Audit | None = None
@@ -131,6 +135,7 @@ class Dispatcher:
         course.finished = True
         if course.deployment is not None:
             self.metrics.end(course.deployment)
+        self.lane.left(course.call, course.deployment, outcome)
         cost = course.cost = self._cost(course)
         if course.grant is not None:
             await self.limits.settle(course.grant, _used_tokens(course, outcome), cost)
@@ -251,6 +256,7 @@ class Dispatcher:
         self.metrics.begin(deployment.id)
         asked = time.perf_counter()
         try:
+            self.lane.enter(call, deployment.id)
             reply = await self.transports[deployment.id].send(call)
         except BaseException as error:
             self.metrics.end(deployment.id)
@@ -265,6 +271,7 @@ class Dispatcher:
 
     def _failed(self, course: Course, deployment: str, error: TransportError) -> None:
         course.failed(deployment, error)
+        self.lane.failed(course.call, deployment, error)
         if self.health.failed(deployment, error):
             self.metrics.cooled(deployment)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Transport
 from router.call import Call
 from router.conversations import Conversations, identity, share
+from router.demotion import Demotion
 from router.deployments import Deployment, Kind
 from router.estimates import Estimates
 from router.features import CANNOT, needs, output_limit, prompt_tokens, turns_before_question
@@ -17,7 +18,7 @@ from router.health import Health
 from router.prices import Price
 from router.settings import Settings
 from router.telemetry import Metrics
-from router.transports.cache import Fleet, Holder, Role, holders
+from router.transports.cache import Fleet, Holder, Role, held
 from workers.protocol import PairState
 
 USUAL_OUTPUT = 256
@@ -66,6 +67,7 @@ class Gatherer:
         health: Health,
         metrics: Metrics,
         conversations: Conversations,
+        demotion: Demotion,
         stopped: Callable[[], frozenset[str]],
     ) -> None:
         """`stopped` gives the stop buttons in force: `cache`, `pair:NAME`, `tenant:NAME`."""
@@ -75,6 +77,7 @@ class Gatherer:
         self._health = health
         self._metrics = metrics
         self._conversations = conversations
+        self._demotion = demotion
         self._stopped = stopped
         self._primed: dict[str, str] = {}
         self._entries = {d.id: _Entry.of(d) for d in settings.model_list}
@@ -136,7 +139,7 @@ class Gatherer:
         named = on_worker(deployment)
         if named is None:
             return None
-        found = holders(self._fleet, *named)
+        found = held(self._fleet, *named, self._demotion)
         if not found:
             return None
         self._prime(deployment.id, found[0], named[1])
@@ -163,6 +166,7 @@ class Gatherer:
         if deployment.cache_params is None:
             return None
         name = deployment.cache_params.pair
+        standing = self._demotion.standing(name)
         if holder is None or not isinstance(holder.state, PairState):
             return PairFacts(name, None, reason=f"no live worker holds pair {name}")
         state = holder.state
@@ -175,6 +179,8 @@ class Gatherer:
             state.gain,
             state.retention,
             state.reason,
+            standing.why if standing.state == "demoted" else "",
+            self._demotion.share(name) if standing.state == "probation" else None,
         )
 
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:

@@ -9,8 +9,8 @@ from router.deployments import Deployment
 from router.errors import Refused, TransportError
 
 _LONGEST_REST = 60.0
-_BLAMELESS = frozenset({"overloaded"})
-"""A full queue is no fault: whoever comes later may find room."""
+_BLAMELESS = frozenset({"overloaded", "stopped", "pair_demoted"})
+"""A full queue is no fault, whoever comes later may find room; nor is what we ourselves hold back."""
 
 
 class Health:
@@ -44,7 +44,7 @@ class Health:
 
     def failed(self, deployment: str, error: TransportError) -> bool:
         """Count a failure; True when it begins a rest. A refusal of the caller's own mistake counts for nothing."""
-        if isinstance(error, Refused) or error.status == 400 or error.code in _BLAMELESS or self._rest <= 0:
+        if not blames(error) or self._rest <= 0:
             return False
         fails = self._fails[deployment] = self._fails.get(deployment, 0) + 1
         if deployment in self._alone:
@@ -56,6 +56,11 @@ class Health:
             return False
         self._until[deployment] = self._clock() + self._rest
         return True
+
+
+def blames(error: TransportError) -> bool:
+    """Whether a failure is the deployment's own."""
+    return not (isinstance(error, Refused) or error.status == 400 or error.code in _BLAMELESS)
 
 
 def wait_told(error: TransportError) -> float | None:

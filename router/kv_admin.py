@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import aiohttp
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.admins import who
 from router.endpoints import Endpoint
 from router.errors import BadRequest, Unrecorded
 from router.transports.cache import Fleet
@@ -77,20 +77,18 @@ class _Unanswered(Exception):
 
 
 class KVAdmin:
-    """Routes for `Pages`: `admin` names who asks, or raises."""
+    """Routes for `Pages`; each is guarded there."""
 
     def __init__(self, endpoint: Endpoint, fleet: Fleet) -> None:
         self._endpoint = endpoint
         self._fleet = fleet
 
-    def routes(self, admin: Callable[[Request], str]) -> list[Route]:
+    def routes(self) -> list[Route]:
         async def stats(request: Request) -> Response:
-            admin(request)
             return _json({"object": "list", "data": await self.stats()})
 
         async def purge(request: Request) -> Response:
-            who = admin(request)
-            done = await self.purge(request.path_params["tenant"], who)
+            done = await self.purge(request.path_params["tenant"], who(request))
             return _json(told(done), 200 if done.recorded and not done.missing else 503)
 
         return [

@@ -39,6 +39,8 @@ _OURS = frozenset(
         "prices",
         "tenants",
         "accept_unsupported",
+        "admins",
+        "stops",
         "server",
         "log",
         "audit",

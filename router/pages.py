@@ -17,14 +17,17 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from router.admin import LaneAdmin
+from router.admins import Admins, who
 from router.course import decision_view
 from router.endpoints import PATHS, Endpoint, authenticate, new_id, read_call
-from router.errors import BadRequest, Forbidden, RouterError, Unauthenticated, UnknownModel
+from router.errors import BadRequest, RouterError, UnknownModel
 from router.http import bearer, read_all
 from router.kv_admin import KVAdmin
 from router.limits import Limits
 from router.model_info import model_info
 from router.source import ConfigError
+from router.stops import Stops
 from router.telemetry import CONTENT_TYPE, Metrics
 from router.tenants import Tenant
 from router.transports.cache import Fleet
@@ -40,11 +43,23 @@ Reload = Callable[[str], Awaitable[dict[str, Any]]]
 class Pages:
     """Handlers. `endpoint` holds the dispatcher and the tenants in force, `reload` puts new ones in force."""
 
-    def __init__(self, endpoint: Endpoint, *, fleet: Fleet, limits: Limits, metrics: Metrics, reload: Reload) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        fleet: Fleet,
+        limits: Limits,
+        metrics: Metrics,
+        admins: Admins,
+        stops: Stops,
+        reload: Reload,
+    ) -> None:
         self._endpoint = endpoint
         self._fleet = fleet
         self._limits = limits
         self._metrics = metrics
+        self._admins = admins
+        self._stops = stops
         self._reload = reload
         self._started = int(time.time())
 
@@ -61,10 +76,7 @@ class Pages:
             Route("/health/liveness", self.alive),
             Route("/health/readiness", self.ready),
             Route("/metrics", self.metrics),
-            Route("/admin/workers", self.workers),
-            Route("/admin/pairs", self.pairs),
-            Route("/admin/reload", self.reload, methods=["POST"]),
-            *KVAdmin(self._endpoint, self._fleet).routes(self._admin),
+            *(self._admins.guard(route, self._is_tenant) for route in self._administration()),
         ]
         if (_DASHBOARD / "index.html").exists():
             routes.append(Mount("/", StaticFiles(directory=_DASHBOARD, html=True)))
@@ -77,14 +89,18 @@ class Pages:
     def _tenant(self, request: Request) -> Tenant:
         return authenticate(self._endpoint.tenants, request.scope["headers"])
 
-    def _admin(self, request: Request) -> str:
-        key = bearer(request.scope["headers"])
-        tenants = self._endpoint.tenants
-        if not tenants.is_admin(key):
-            if tenants.find(key) is None:
-                raise Unauthenticated("A valid API key is needed: send it as 'Authorization: Bearer KEY'.")
-            raise Forbidden("This needs the master key.", code="admin_only")
-        return "master key" if key else "local"
+    def _is_tenant(self, key: str | None) -> bool:
+        return self._endpoint.tenants.find(key) is not None
+
+    def _administration(self) -> list[Route]:
+        """Each must stand in `admins.RIGHTS`."""
+        return [
+            Route("/admin/workers", self.workers),
+            Route("/admin/pairs", self.pairs),
+            Route("/admin/reload", self.reload, methods=["POST"]),
+            *KVAdmin(self._endpoint, self._fleet).routes(),
+            *LaneAdmin(self._endpoint, self._stops).routes(),
+        ]
 
     async def models(self, request: Request) -> Response:
         tenant = self._tenant(request)
@@ -98,7 +114,7 @@ class Pages:
 
     async def model_info(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        admin = self._endpoint.tenants.is_admin(bearer(request.scope["headers"]))
+        admin = self._admins.find(bearer(request.scope["headers"])) is not None
         wanted = request.query_params.get("litellm_model_id")
         data = [
             model_info(deployment, admin=admin)
@@ -157,16 +173,16 @@ class Pages:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def workers(self, request: Request) -> Response:
-        self._admin(request)
         return _json({"object": "list", "data": list(self._fleet.workers())})
 
     async def pairs(self, request: Request) -> Response:
-        """Configured pairs, each with what every live worker says of it."""
-        self._admin(request)
+        """Configured pairs: where each stands, and what every live worker says of it."""
         states = self._fleet.workers()
+        demotion = self._endpoint.dispatcher.lane.demotion
         data = [
             {
                 "name": pair.name,
+                "standing": demotion.standing(pair.name),
                 "workers": [
                     {"worker": worker.name, "state": state}
                     for worker in states
@@ -179,9 +195,8 @@ class Pages:
         return _json({"object": "list", "data": data})
 
     async def reload(self, request: Request) -> Response:
-        who = self._admin(request)
         try:
-            return _json(await self._reload(who))
+            return _json(await self._reload(who(request)))
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config", status=422) from error
 

@@ -7,7 +7,7 @@ from policies.rules import REASONS
 from router.errors import BadRequest, Forbidden, RouterError, Unavailable
 from router.transports.upstream_errors import CONTEXT_EXCEEDED
 
-_COMES_BACK = frozenset({"pair_unavailable", "deployment_unavailable"})
+_COMES_BACK = frozenset({"stopped", "pair_unavailable", "pair_demoted", "pair_probation", "deployment_unavailable"})
 
 
 def refusal(decision: Decision) -> RouterError | None:

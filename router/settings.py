@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import re
@@ -16,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 
 from router import layers, litellm_config, source
+from router.admin_config import AdminConfig, check_names
 from router.audit_sinks import sink_of
 from router.deployments import CacheParams as CacheParams
 from router.deployments import Deployment as Deployment
@@ -145,6 +147,15 @@ class AuditConfig(Config):
     anchor: AnchorConfig | None = None
 
 
+class StopsConfig(Config):
+    """Where the stop buttons stand, and what holds where other routers' cannot be heard."""
+
+    file: Path | None = None
+    """None: `stops.yaml` in `state_dir`."""
+    without_redis: Literal["go_on", "stop"] = "go_on"
+    """`stop`: the cache lane rests while a configured Redis does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """What holds where `router_settings` and `litellm_settings` overlap. Times in seconds."""
@@ -198,9 +209,13 @@ class Settings(BaseSettings):
     audit: AuditConfig = AuditConfig()
     prices: Path | None = None
     """Of LiteLLM's shape; None takes the table that the litellm package brings, if it is installed."""
+    admins: tuple[AdminConfig, ...] = ()
+    """Named administrators, beside the master key."""
+    stops: StopsConfig = StopsConfig()
     state_dir: Path = Path(".twolane")
 
     _findings: tuple[litellm_config.Finding, ...] = PrivateAttr(())
+    _digest: str = PrivateAttr("")
 
     @classmethod
     def settings_customise_sources(
@@ -282,6 +297,16 @@ class Settings(BaseSettings):
         return self.model_copy(update={"server": self.server.model_copy(update=told)})
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of the file as it was written: names this version of the configuration in records."""
+        return self._digest
+
+    @property
+    def stops_file(self) -> Path:
+        """Where the stop buttons stand."""
+        return (self.stops.file or self.state_dir / "stops.yaml").resolve()
+
+    @property
     def redis_folder(self) -> Path:
         """Where the embedded Redis has its socket; router and workers of one `state_dir` share it."""
         return self.state_dir.resolve() / "redis"
@@ -333,6 +358,7 @@ def load_text(text: str, name: str = "config", *, folder: Path | None = None) ->
     _check_names(settings, resolved)
     settings._findings = tuple(findings)
     _price(settings, resolved)
+    settings._digest = hashlib.sha256(text.encode()).hexdigest()
     return settings
 
 
@@ -419,6 +445,9 @@ def _from_variable(error: ValidationError) -> ConfigError | None:
 
 def _check_names(settings: Settings, resolved: Source) -> None:
     """Names that one part of the file uses and another must define. Raises ConfigError at the use."""
+    wrong = check_names(settings.admins, settings.general_settings.master_key)
+    if wrong is not None:
+        raise resolved.error(("admins", wrong[0], wrong[1]), wrong[2])
     models, pairs = {m.name for m in settings.models}, {p.name for p in settings.pairs}
     for index, deployment in enumerate(settings.model_list):
         at: source.Path_ = ("model_list", index)

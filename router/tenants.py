@@ -130,6 +130,11 @@ class TenantSource:
         """All tenants that a call may belong to."""
         return tuple(self._known.by_name)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of each tenant's policy, by name."""
+        return {name: tenant.digest for name, tenant in self._known.by_name.items()}
+
     def get(self, name: str) -> Tenant | None:
         """By name."""
         return self._known.by_name.get(name)

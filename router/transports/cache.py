@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from router.call import Call, Reply
+from router.demotion import Demotion
 from router.errors import Refused, TransportError, Unavailable
 from router.transports.openai_http import Pools, Target, exchange
 from workers.protocol import DEADLINE_MS, KV_ENCRYPT, KV_MAX_BYTES, KV_TTL, TENANT, ModelState, PairState, WorkerState
@@ -79,18 +80,40 @@ def holders(fleet: Fleet, role: Role, name: str) -> list[Holder]:
     return found
 
 
+def held(fleet: Fleet, role: Role, name: str, demotion: Demotion) -> list[Holder]:
+    """The same; of a pair those with the fingerprint that is accepted.
+
+    Where none of them is ready and another is, the pair was swapped: `demotion` hears of it, and may no longer want it.
+    """
+    found = holders(fleet, role, name)
+    if role == "model" or not found:
+        return found
+    wanted = demotion.standing(name).fingerprint
+    own = [holder for holder in found if holder.state.fingerprint == wanted]
+    if any(holder.state.ready for holder in own):
+        return own
+    ready = next((holder.state for holder in found if holder.state.ready), None)
+    if ready is None or not isinstance(ready, PairState):
+        return own or found
+    demotion.observe_fingerprint(name, ready.fingerprint, ready.verdict)
+    return [holder for holder in found if holder.state.fingerprint == ready.fingerprint]
+
+
 class OnWorker:
     """One pair or model, wherever a live worker holds it."""
 
-    def __init__(self, role: Role, name: str, fleet: Fleet, pools: Pools, *, timeout: float) -> None:
+    def __init__(
+        self, role: Role, name: str, fleet: Fleet, pools: Pools, demotion: Demotion, *, timeout: float
+    ) -> None:
         self._role: Role = role
         self._name = name
         self._fleet = fleet
         self._pools = pools
+        self._demotion = demotion
         self._timeout = timeout
 
     async def send(self, call: Call) -> Reply:
-        ready = [h for h in holders(self._fleet, self._role, self._name) if h.state.ready]
+        ready = [h for h in held(self._fleet, self._role, self._name, self._demotion) if h.state.ready]
         if not ready:
             raise Unavailable(f"No live worker holds {self._role} {self._name!r}.", headers={"retry-after": "5"})
         url = ready[0].worker.url

@@ -43,6 +43,8 @@ pairs = st.builds(
     verdict=st.sampled_from(("verified", "unproven", "adapter-only", "dominated", "harmful")),
     gain=maybe(st.floats(-1, 1)),
     retention=maybe(st.floats(0, 1)),
+    demoted=st.sampled_from(("", "", "errors")),
+    probation=maybe(shares),
 )
 
 

@@ -187,7 +187,9 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def router(folder: Path, config: dict[str, Any], fleet: Fleet | None = None) -> AsyncIterator[Router]:
+async def router(
+    folder: Path, config: dict[str, Any], fleet: Fleet | None = None, redis_url: str | None = None
+) -> AsyncIterator[Router]:
     """The router of `config` on a port of its own, with tenant `a` unless tenants are written."""
     written = {
         "audit": {"dir": str(folder / "audit")},
@@ -199,7 +201,7 @@ async def router(folder: Path, config: dict[str, Any], fleet: Fleet | None = Non
     file = folder / "router.yaml"
     text = yaml.safe_dump(written)
     file.write_text(text)
-    app = create_app(load_text(text, "router.yaml", folder=folder), file, fleet=fleet)
+    app = create_app(load_text(text, "router.yaml", folder=folder), file, fleet=fleet, redis_url=redis_url)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

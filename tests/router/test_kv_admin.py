@@ -161,7 +161,7 @@ async def test_a_purge_is_recorded_in_the_tenants_chain(house: House) -> None:
     found = house.records()
     assert len(found) == 1
     record = json.dumps(found[0])
-    assert '"who": "master key"' in record
+    assert '"who": "master"' in record
     assert '"missing": []' in record
     assert MASTER not in record
     assert any("a" in str(path.relative_to(house.audit)) for path in house.audit.rglob("*.jsonl"))
