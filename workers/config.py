@@ -139,6 +139,8 @@ class WorkerConfig(Config):
     max_context: int | None = Field(None, ge=1)
     pack: bool = True
     """Keep a second copy of wide float32 layers, laid out for decoding several answers at once on a CPU."""
+    device_hour_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """What an hour of the device costs: the price of answers that this worker gives."""
     prefill_chunk: int = Field(512, ge=16)
     """Tokens that one prefill step may take before running answers get their next token."""
 

@@ -112,6 +112,8 @@ class Job:
     cancelled: bool = False
     began: float = 0.0
     first: float = 0.0
+    device_s: float = 0.0
+    """Seconds the device worked for this job, in steps shared with others its share."""
     steps: Steps[Prefilled] | None = None
     prefilled: Prefilled | None = None
     open: int = 0
@@ -351,9 +353,12 @@ class Engine:
         job = self._reading[0]
         if job.steps is None:
             raise AssertionError("a job that is read has steps")
+        began = time.perf_counter()
         try:
             next(job.steps)
+            job.device_s += time.perf_counter() - began
         except StopIteration as end:
+            job.device_s += time.perf_counter() - began
             self._reading.popleft()
             self._answer(job, end.value)
         except WorkerError as error:
@@ -392,7 +397,9 @@ class Engine:
         took = time.perf_counter() - began
         for name in {c.job.runtime.name for c in batch.choices}:
             self.rates.wrote(name, took)
-        beside = len(batch.choices) - 1
+        beside, share = len(batch.choices) - 1, took / len(batch.choices)
+        for choice in batch.choices:
+            choice.job.device_s += share
         for row, choice in reversed(list(enumerate(batch.choices))):
             sampler = choice.sampler
             choice.job.beside = max(choice.job.beside, beside)
@@ -451,6 +458,7 @@ class Engine:
             sharer_ms=spent.sharer_s * 1e3,
             fuse_ms=spent.fuse_s * 1e3,
             decode_ms=(now - job.first) * 1e3,
+            device_ms=job.device_s * 1e3,
             reused_tokens=spent.reused,
             fingerprint=job.runtime.fingerprint,
             gates_open=spent.gates_open,

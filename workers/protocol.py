@@ -60,6 +60,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True):
     sharer_ms: float = 0.0
     fuse_ms: float = 0.0
     decode_ms: float = 0.0
+    device_ms: float = 0.0
+    """Of the device's time, what went into this answer: its prefill, and its share of each step it was decoded in."""
     reused_tokens: int = 0
     fingerprint: str = ""
     gates_open: float = 1.0

@@ -215,3 +215,15 @@ def test_a_long_prompt_does_not_stop_running_answers(engine: Engine) -> None:
         got += isinstance(running.events.get(), Text)
     assert got >= 1500 // 32 // 2
     running.job.cancel()
+
+
+def test_device_time_is_shared_out(engine: Engine) -> None:
+    """Answers decoded together share the device's time: it adds up to no more than passed, and none is free."""
+    began = time.monotonic()
+    asked = [Asked(engine, some_ids(40 + i, i), max_tokens=12, n=1 + i % 2) for i in range(6)]
+    ends = [a.all()[-1] for a in asked]
+    passed = (time.monotonic() - began) * 1e3
+    runs = [end.run for end in ends if isinstance(end, Done)]
+    assert len(runs) == 6
+    assert all(0 < run.device_ms <= run.prefill_ms + run.decode_ms for run in runs)
+    assert sum(run.device_ms for run in runs) <= passed
