@@ -36,6 +36,7 @@ from router.lane import CacheLane, RunningCall, lane_pairs, watch_fingerprints
 from router.limits import Limits
 from router.newest import Newest
 from router.pages import Pages
+from router.places import Allowance
 from router.settings import ConfigError, Settings
 from router.standings import Standings
 from router.stops import Stops
@@ -127,7 +128,12 @@ class App:
 
     def _dispatcher(self, settings: Settings) -> Dispatcher:
         parts, routing = self.parts, settings.routing
-        health = Health(settings.groups, allowed_fails=routing.allowed_fails, cooldown_time=routing.cooldown_time)
+        health = Health(
+            settings.groups,
+            allowed_fails=routing.allowed_fails,
+            cooldown_time=routing.cooldown_time,
+            by_kind=routing.allowed_fails_policy,
+        )
         gatherer = Gatherer(
             settings,
             fleet=parts.fleet,
@@ -149,6 +155,7 @@ class App:
             limits=parts.limits,
             metrics=parts.metrics,
             lane=CacheLane(lane_pairs(settings.model_list), parts.stops, parts.standings.demotion, parts.running),
+            allowances=_allowances(settings),
             decisions=parts.decisions,
             conversations=parts.conversations,
             audit=parts.audit,
@@ -245,6 +252,15 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+def _allowances(settings: Settings) -> dict[str, Allowance]:
+    routing = settings.routing
+    found = {
+        d.id: Allowance.of(d, rates=routing.rates_are_limits, parallel=routing.max_parallel_requests)
+        for d in settings.model_list
+    }
+    return {id: allowance for id, allowance in found.items() if allowance is not None}
 
 
 def _labels(settings: Settings) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
 from router.prices import PRICES, Name, Price, listed
-from workers.config import Config
+from workers.config import Config, Span
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
 
@@ -50,7 +50,9 @@ OPENAI_LIKE: dict[str, tuple[str | None, str | None]] = {
 
 _OLLAMA = frozenset({"ollama", "ollama_chat"})
 
-_FOR_THE_ROUTER = frozenset({"rpm", "tpm", "weight", "order", "max_parallel_requests", "num_retries"})
+_FOR_THE_ROUTER = frozenset(
+    {"rpm", "tpm", "weight", "order", "max_parallel_requests", "max_budget", "budget_duration", "num_retries"}
+)
 
 _SECRET = re.compile(r"key|secret|token|password|credential|headers", re.IGNORECASE)
 _COUNTS = re.compile(r"_tokens$|_per_token$", re.IGNORECASE)
@@ -58,7 +60,20 @@ _COUNTS = re.compile(r"_tokens$|_per_token$", re.IGNORECASE)
 PARAMS = ("litellm_params", "relay_params", "local_params", "cache_params")
 
 
-class LiteLLMParams(BaseModel):
+class _Limited(BaseModel):
+    """What a deployment may take; for all kinds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rpm: int | None = Field(None, ge=0)
+    tpm: int | None = Field(None, ge=0)
+    max_parallel_requests: int | None = Field(None, ge=1)
+    max_budget: float | None = Field(None, ge=0)
+    """USD in each `budget_duration`; without one, in all."""
+    budget_duration: Span | None = Field(None, gt=0)
+
+
+class LiteLLMParams(_Limited):
     """LiteLLM's call parameters. Keys that are not listed are defaults put into the request."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
@@ -78,8 +93,6 @@ class LiteLLMParams(BaseModel):
     stream_timeout: float | None = Field(None, gt=0)
     max_retries: int | None = Field(None, ge=0)
     num_retries: int | None = Field(None, ge=0)
-    rpm: int | None = Field(None, ge=0)
-    tpm: int | None = Field(None, ge=0)
     weight: float | None = Field(None, ge=0, allow_inf_nan=False)
     order: int | None = None
     input_cost_per_token: float | None = Field(None, ge=0)
@@ -107,7 +120,7 @@ class LiteLLMParams(BaseModel):
         yield "api_base", self.api_base
 
 
-class _OnWorkers(Config):
+class _OnWorkers(Config, _Limited):
     """What LiteLLM writes into `litellm_params`, for the kinds it does not have."""
 
     weight: float | None = Field(None, ge=0, allow_inf_nan=False)

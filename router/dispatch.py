@@ -32,8 +32,10 @@ from router.features import output_limit
 from router.gather import Gatherer
 from router.health import Health, wait_told
 from router.lane import CacheLane
-from router.limits import Limits
+from router.limits import Grant, Limits
+from router.places import Allowance, Place, give_back, take
 from router.refusal import refusal
+from router.retries import kind_of
 from router.settings import Settings
 from router.telemetry import Metrics, Outcome, log_request
 from router.transports.base import Transport
@@ -72,6 +74,8 @@ class Dispatcher:
     limits: Limits
     metrics: Metrics
     lane: CacheLane
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
+    """Limits of deployments that have some, by id."""
     decisions: Decisions = field(default_factory=Decisions)
     conversations: Conversations = field(default_factory=Conversations)
     audit: Audit | None = None
@@ -120,6 +124,8 @@ class Dispatcher:
         if course.deployment is not None:
             self.health.succeeded(course.deployment)
             self.metrics.end(course.deployment)
+        if reply.frames is None:
+            await self._give_places_back(call, reply)
         return reply
 
     async def finish(
@@ -139,6 +145,7 @@ class Dispatcher:
         cost = course.cost = self._cost(course)
         if course.grant is not None:
             await self.limits.settle(course.grant, _used_tokens(course, outcome), cost)
+        await self._give_places_back(course.call)
         try:
             await self._record(course, outcome, error, answer)
         except Unrecorded as unrecorded:
@@ -212,8 +219,8 @@ class Dispatcher:
         raise last or Unavailable("No deployment could be asked.")
 
     def _maybe_again(self, again: list[_Again], deployment: Deployment, model: str, error: TransportError) -> None:
-        allowed = deployment.num_retries
-        left = self.settings.routing.num_retries if allowed is None else allowed
+        group = self.settings.group(model) or model
+        left = self.settings.routing.retries(group, kind_of(error), deployment.num_retries)
         if left > 0 and (wait := self._wait(error, 0)) is not None:
             again.append(_Again(deployment, model, left, time.perf_counter() + wait))
 
@@ -253,6 +260,7 @@ class Dispatcher:
     async def _try(self, course: Course, call: Call, deployment: Deployment) -> Reply:
         """One attempt. The deployment that answers counts as busy until `finish`."""
         course.chose(deployment.id)
+        grant = await self._place(course, call, deployment)
         self.metrics.begin(deployment.id)
         asked = time.perf_counter()
         try:
@@ -262,12 +270,34 @@ class Dispatcher:
             self.metrics.end(deployment.id)
             if isinstance(error, TransportError):
                 self._failed(course, deployment.id, error)
+            if grant is not None:
+                await self.limits.settle(grant, 0)
             raise
         finally:
             course.upstream_s += time.perf_counter() - asked
+        if grant is not None:
+            call.places.append(Place(grant, reply, deployment.price))
         course.deployment, course.transport, course.price = deployment.id, deployment.transport, deployment.price
         course.spare = call.model if call.model != course.call.model else None
         return reply
+
+    async def _place(self, course: Course, call: Call, deployment: Deployment) -> Grant | None:
+        """Its place on a deployment that has limits of its own. Raises TransportError where that one is full."""
+        allowance = self.allowances.get(deployment.id)
+        if allowance is None:
+            return None
+        asked, allowed = (course.facts.prompt_tokens if course.facts else 0), output_limit(call) or 0
+        try:
+            return await take(self.limits, allowance, asked + allowed, deployment.price.of(asked, allowed))
+        except TransportError as error:
+            course.failed(deployment.id, error)
+            raise
+
+    async def _give_places_back(self, call: Call, only: Reply | None = None) -> None:
+        """Settle the places of a call, or only that of one half of a relay."""
+        for place in [p for p in call.places if only is None or p.reply is only]:
+            call.places.remove(place)
+            await give_back(self.limits, place)
 
     def _failed(self, course: Course, deployment: str, error: TransportError) -> None:
         course.failed(deployment, error)

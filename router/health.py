@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from router.deployments import Deployment
 from router.errors import Refused, TransportError
+from router.places import FULL
+from router.retries import kind_of
 
 _LONGEST_REST = 60.0
-_BLAMELESS = frozenset({"overloaded", "stopped", "pair_demoted"})
-"""A full queue is no fault, whoever comes later may find room; nor is what we ourselves hold back."""
+_BLAMELESS = frozenset({"overloaded", FULL, "stopped", "pair_demoted"})
+"""A full queue or limit is no fault, whoever comes later may find room; nor is what we ourselves hold back."""
 
 
 class Health:
@@ -22,13 +24,19 @@ class Health:
         *,
         allowed_fails: int,
         cooldown_time: float,
+        by_kind: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cooldown_time` in seconds, 0 never rests anyone. The only deployment of its group never rests."""
+        """`cooldown_time` in seconds, 0 never rests anyone. The only deployment of its group never rests.
+
+        `by_kind` are LiteLLM's kinds of error that have a number of their own, counted apart from the rest.
+        """
         self._allowed = max(1, allowed_fails)
         self._rest = cooldown_time
         self._clock = clock
-        self._fails: dict[str, int] = {}
+        self._by_kind = by_kind or {}
+        self._fails: dict[str, dict[str, int]] = {}
+        """Failures in a row by kind; kinds without a number of their own are counted as one."""
         self._until: dict[str, float] = {}
         self._alone = {members[0].id for group in groups.values() if len(members := tuple(group)) == 1}
 
@@ -46,13 +54,18 @@ class Health:
         """Count a failure; True when it begins a rest. A refusal of the caller's own mistake counts for nothing."""
         if not blames(error) or self._rest <= 0:
             return False
-        fails = self._fails[deployment] = self._fails.get(deployment, 0) + 1
+        kind = kind_of(error) if self._by_kind else ""
+        allowed = self._by_kind.get(kind)
+        if allowed is None:
+            kind, allowed = "", self._allowed
+        counted = self._fails.setdefault(deployment, {})
+        counted[kind] = counted.get(kind, 0) + 1
         if deployment in self._alone:
             return False
         if error.status == 429 and (told := wait_told(error)) is not None:
             self._until[deployment] = self._clock() + min(told, _LONGEST_REST)
             return True
-        if fails < self._allowed:
+        if counted[kind] < max(1, allowed):
             return False
         self._until[deployment] = self._clock() + self._rest
         return True

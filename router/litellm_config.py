@@ -49,6 +49,7 @@ _OURS = frozenset(
 )
 """Top-level keys that LiteLLM does not have."""
 _NEAR = tuple(row.key for row in TABLE if row.scope == "litellm_params" and row.kind == "works")
+_ENFORCED = "enforce_model_rate_limits"
 _VALUES = {
     ("routing_strategy", "usage-based-routing"): "tokens per minute are not compared; calls in flight are",
     ("routing_strategy", "usage-based-routing-v2"): "tokens per minute are not compared; calls in flight are",
@@ -128,6 +129,8 @@ def _row(written: Source, scope: str, path: Path_, value: Any, accepted: frozens
     key = str(path[-1])
     if isinstance(value, str) and (key, value) in _VALUES:
         return Row(scope, key, "named", _VALUES[key, value])
+    if key == "optional_pre_call_checks" and isinstance(value, list) and set(map(str, value)) - {_ENFORCED}:
+        return Row(scope, key, "named", f"of these only {_ENFORCED} has an effect")
     if (row := _BY_KEY.get((scope, key))) is not None:
         return row
     if scope == "litellm_params":

@@ -14,13 +14,15 @@ WORKS: dict[str, str] = {
     "": "model_list router_settings litellm_settings general_settings environment_variables",
     "litellm_params": (
         "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
-        "stream_timeout max_retries num_retries rpm tpm weight order input_cost_per_token "
-        "output_cost_per_token cache_read_input_token_cost mock_response drop_params additional_drop_params"
+        "stream_timeout max_retries num_retries rpm tpm max_parallel_requests max_budget budget_duration weight order "
+        "input_cost_per_token output_cost_per_token cache_read_input_token_cost mock_response drop_params "
+        "additional_drop_params"
     ),
     "router_settings": (
         "routing_strategy model_group_alias num_retries max_fallbacks retry_after timeout stream_timeout fallbacks "
         "default_fallbacks context_window_fallbacks content_policy_fallbacks allowed_fails cooldown_time "
-        "disable_cooldowns enable_pre_call_checks redis_url redis_host redis_port redis_password redis_db"
+        "disable_cooldowns enable_pre_call_checks optional_pre_call_checks default_max_parallel_requests retry_policy "
+        "model_group_retry_policy allowed_fails_policy redis_url redis_host redis_port redis_password redis_db"
     ),
     "litellm_settings": (
         "num_retries request_timeout fallbacks default_fallbacks context_window_fallbacks content_policy_fallbacks "
@@ -40,7 +42,6 @@ NAMED: dict[str, dict[str, str]] = {
     "litellm_params": {
         "one deployment has one rate, shared by input and output": "itpm otpm",
         "tags do not choose deployments": "tags tag_regex",
-        "parallel calls are limited per tenant": "max_parallel_requests",
         "callers cannot bring their own upstream keys": "configurable_clientside_auth_params",
         "write the key with os.environ/NAME": "litellm_credential_name",
         "parameters are passed on as they were sent": "allowed_openai_params modify_params",
@@ -49,12 +50,10 @@ NAMED: dict[str, dict[str, str]] = {
     },
     "router_settings": {
         "the strategy has no arguments here": "routing_strategy_args",
-        "failures in a row are counted, whatever their kind": "allowed_fails_policy",
-        "one number of retries holds for every kind of error": "retry_policy model_group_retry_policy",
         "tags do not choose deployments": "enable_tag_filtering tag_filtering_match_any",
-        "write it into each entry's litellm_params": "default_litellm_params default_max_parallel_requests",
+        "write it into each entry's litellm_params": "default_litellm_params",
         "answers are not cached; see `store` for KV reuse": "cache_responses caching_groups cache_kwargs",
-        "conversations stay by `sticky` of the tenant": "optional_pre_call_checks deployment_affinity_ttl_seconds",
+        "conversations stay by `sticky` of the tenant": "deployment_affinity_ttl_seconds",
         "connections are kept by the router itself": "client_ttl",
         "health follows from real calls": "enable_health_check_routing health_check_staleness_threshold",
         "see `log`": "set_verbose debug_level",
@@ -151,7 +150,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "litellm_params": {
         "requests would run without this check": "guardrails",
-        "the budget of a deployment would not hold": "max_budget budget_duration",
     },
     "model_info": {
         "the group would be open to every tenant; list it under `models` of the tenants": "team_id access_groups",

@@ -27,6 +27,7 @@ from router.deployments import ModelInfo as ModelInfo
 from router.deployments import RelayParams as RelayParams
 from router.deployments import number, price
 from router.prices import table_path
+from router.retries import AllowedFails, RetryPolicy
 from router.source import ConfigError as ConfigError
 from router.source import Source
 from router.tenant_config import TenantConfig
@@ -78,6 +79,12 @@ class RouterSettings(_Shared):
     disable_cooldowns: bool = False
     enable_pre_call_checks: bool = True
     """Context is always checked where it is known."""
+    optional_pre_call_checks: tuple[str, ...] = ()
+    """`enforce_model_rate_limits` makes `rpm` and `tpm` of deployments limits under every strategy."""
+    default_max_parallel_requests: int | None = Field(None, ge=1)
+    retry_policy: RetryPolicy = Field(default_factory=dict)
+    model_group_retry_policy: dict[str, RetryPolicy] = Field(default_factory=dict)
+    allowed_fails_policy: AllowedFails = Field(default_factory=dict)
     redis_url: str | None = Field(None, repr=False)
     redis_host: str | None = None
     redis_port: int | None = None
@@ -174,9 +181,24 @@ class Routing:
     max_fallbacks: int
     retry_after: float
     strategy: Strategy
+    rates_are_limits: bool
+    """`rpm` and `tpm` of deployments are enforced; else they are weights."""
+    max_parallel_requests: int | None
+    """Of a deployment that has none of its own."""
+    retry_policy: Mapping[str, int]
+    """Tries after the first, by LiteLLM's kind of error without its suffix."""
+    group_retry_policy: Mapping[str, Mapping[str, int]]
+    allowed_fails_policy: Mapping[str, int]
     aliases: Mapping[str, str]
     hidden: frozenset[str]
     """Aliases that are not listed under `/v1/models`."""
+
+    def retries(self, group: str, kind: str, own: int | None) -> int:
+        """Tries after the first for one kind of error: the group's policy, the general one, else `own`, else ours."""
+        for policy in (self.group_retry_policy.get(group), self.retry_policy):
+            if policy and (found := policy.get(kind, policy.get("Default"))) is not None:
+                return found
+        return self.num_retries if own is None else own
 
 
 class Settings(BaseSettings):
@@ -287,6 +309,12 @@ class Settings(BaseSettings):
             max_fallbacks=own.max_fallbacks,
             retry_after=own.retry_after,
             strategy=own.routing_strategy,
+            rates_are_limits=own.routing_strategy.startswith("usage-based")
+            or "enforce_model_rate_limits" in own.optional_pre_call_checks,
+            max_parallel_requests=own.default_max_parallel_requests,
+            retry_policy=_by_kind(own.retry_policy),
+            group_retry_policy={g: _by_kind(p) for g, p in own.model_group_retry_policy.items()},
+            allowed_fails_policy=_by_kind(own.allowed_fails_policy),
             aliases=aliases,
             hidden=frozenset(a for a, t in own.model_group_alias.items() if not isinstance(t, str) and t.hidden),
         )
@@ -328,6 +356,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _by_kind(policy: Mapping[Any, int | None]) -> dict[str, int]:
+    return {
+        key.removesuffix("Retries").removesuffix("AllowedFails"): count
+        for key, count in policy.items()
+        if count is not None
+    }
 
 
 def _joined(fallbacks: Fallbacks) -> dict[str, tuple[str, ...]]:

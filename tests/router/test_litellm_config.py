@@ -56,7 +56,6 @@ def test_file_is_accepted_as_it_is() -> None:
         "litellm_settings.cache": 15,
         "litellm_settings.cache_params": 16,
         "router_settings.routing_strategy": 20,
-        "router_settings.retry_policy": 26,
         "general_settings.database_url": 29,
         "general_settings.alerting": 30,
     }
@@ -79,7 +78,6 @@ PROTECTS = [
     "general_settings: {global_max_parallel_requests: 5}",
     "litellm_settings: {max_budget: 10}",
     "router_settings: {provider_budget_config: {openai: {budget_limit: 1}}}",
-    "model_list: [{model_name: g, litellm_params: {model: m, max_budget: 1}}]",
     "model_list: [{model_name: g, litellm_params: {model: m}, model_info: {team_id: t}}]",
 ]
 
