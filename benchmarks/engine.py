@@ -18,8 +18,8 @@ import torch
 
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.engine import Done, Engine, Event, Failed, Request, Text
-from workers.holdings import hold_pair
 from workers.loader import Loaded, Loader
+from workers.pairing import hold_pair
 from workers.prompt import Prompt, chat_prompt
 from workers.protocol import Run
 from workers.runtime import Alone

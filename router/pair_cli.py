@@ -110,9 +110,9 @@ def _listed(pair: PairConfig, settings: Settings) -> Listed:
     kind = file.fuser.kind if file else "identity" if pair.fuser == "identity" else "c2c"
     return Listed(
         name=pair.name,
-        sharer=_model(pair.sharer, settings),
+        sharer=" + ".join(_model(party, settings) for party in pair.parties),
         receiver=_model(pair.receiver, settings),
-        fuser=pair.fuser,
+        fuser=" + ".join(pair.fusers or (pair.fuser,)),
         kind=kind,
         mode=pair.mode or (file.mode if file else "handover" if kind == "identity" else "fuse"),
         scope=pair.scope or (file.scope if file else "prompt"),
@@ -179,7 +179,10 @@ def _told(found: Listed) -> list[str]:
     if found.file is not None:
         fuser = found.file.fuser
         lines.append(f"  fuser digest {fuser.digest}, {fuser.parameters / 1e6:.2f} M parameters")
-        for role, party in (("sharer", found.file.sharer), ("receiver", found.file.receiver)):
+        for role, party in (
+            *(("sharer", s) for s in (found.file.sharer, *found.file.others)),
+            ("receiver", found.file.receiver),
+        ):
             lines.append(
                 f"  {role} weights {party.weights}, tokenizer {party.tokenizer}, licence {party.licence or '?'}"
             )

@@ -430,9 +430,12 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
         _beside(entry, "model", folder)
     for pair in _entries(data, "pairs"):
         _beside(pair, "fuser", folder)
-        for role in ("sharer", "receiver"):
-            if isinstance(pair.get(role), dict):
-                _beside(pair[role], "model", folder)
+        if isinstance(pair.get("fusers"), list):
+            pair["fusers"] = [_placed(fuser, folder) for fuser in pair["fusers"]]
+        sharers = pair["sharers"] if isinstance(pair.get("sharers"), list) else []
+        for model in (pair.get("sharer"), pair.get("receiver"), *sharers):
+            if isinstance(model, dict):
+                _beside(model, "model", folder)
 
 
 def _entries(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -442,12 +445,17 @@ def _entries(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _beside(entry: dict[str, Any], key: str, folder: Path) -> None:
-    value = entry.get(key)
+    if key in entry:
+        entry[key] = _placed(entry[key], folder)
+
+
+def _placed(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and value and value != "identity":
         place = folder / value
         # os.path answers False where pathlib raises: a name too long, a NUL.
         if os.path.exists(place):
-            entry[key] = str(place.resolve())
+            return str(place.resolve())
+    return value
 
 
 def _validated(data: dict[str, Any], resolved: Source) -> Settings:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from workers.align import Aligned
 from workers.errors import BadPrompt
 from workers.fusers.c2c import KV, C2CFuser, Fusion
+from workers.fusers.several import join_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,26 +277,11 @@ def _fuse_section(run: Run, code: int, start: int, end: int, fusion: Fusion) -> 
 
 
 def _fuse_layer(run: Run, chosen: Sequence[int], layer: int, own: KV, span: tuple[int, int], fusion: Fusion) -> KV:
-    """Sequential: each sharer's projector reads what the one before wrote. Parallel: all read the clean KV, and
-    their changes are summed.
-    """
-    result = own
-    changes: list[KV] = []
-    for q in chosen:
-        read = run.sharers[q].fuser.reads(layer)
-        if read is None:
-            continue
-        held = layers_of(run.sharer_caches[q])[read]
-        source = held.keys[:, :, span[0] : span[1]], held.values[:, :, span[0] : span[1]]
-        key, value = run.sharers[q].fuser.fuse_layer(layer, source, result)
-        if fusion == "parallel":
-            changes.append((key - own[0], value - own[1]))
-        else:
-            result = key.to(own[0].dtype), value.to(own[1].dtype)
-    if changes:
-        keys, values = zip(*changes, strict=True)
-        result = own[0] + torch.stack(keys).sum(0), own[1] + torch.stack(values).sum(0)
-    return result
+    def source(nth: int, read: int) -> KV:
+        held = layers_of(run.sharer_caches[chosen[nth]])[read]
+        return held.keys[:, :, span[0] : span[1]], held.values[:, :, span[0] : span[1]]
+
+    return join_layer([run.sharers[q].fuser for q in chosen], source, layer, own, fusion)
 
 
 def _response(

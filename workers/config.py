@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -105,19 +105,56 @@ class DemotionLimits(Config):
     probation: Probation = Probation()
 
 
+def _sharer_or_sharers(schema: dict[str, Any]) -> None:
+    required = [name for name in schema.pop("required", []) if name != "sharer"]
+    schema |= {"required": required, "oneOf": [{"required": ["sharer"]}, {"required": ["sharers"]}]}
+
+
 class PairConfig(Config):
-    """Sharer, receiver and the fuser between them."""
+    """Sharer, receiver and the fuser between them; or several sharers, each with its fuser."""
+
+    model_config = ConfigDict(json_schema_extra=_sharer_or_sharers)
 
     name: str
     sharer: ModelConfig | str
+    """The first of several."""
     receiver: ModelConfig | str
     fuser: str = "identity"
     """`identity`, a folder (ours or the official layout), a hub id or `package:NAME`."""
+    sharers: tuple[ModelConfig | str, ...] = ()
+    """In place of `sharer`: at least two. `fuser` is then a checkpoint that was made for all of them, in this order."""
+    fusers: tuple[str, ...] = ()
+    """In place of `fuser`: one for each of `sharers`."""
+    fusion: Literal["sequential", "parallel"] | None = None
+    """How several sharers are joined; None takes what the first fuser's recipe says."""
     mode: Literal["fuse", "handover"] | None = None
     """None takes what the fuser's own folder says."""
     scope: Literal["prompt", "context"] | None = None
     demotion: DemotionLimits = DemotionLimits()
     """Read by the router."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_of_several(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        sharers, fusers = data.get("sharers") or (), data.get("fusers") or ()
+        for one, many, listed in (("sharer", "sharers", sharers), ("fuser", "fusers", fusers)):
+            if listed and data.get(one, listed[0]) != listed[0]:
+                raise ValueError(f"write {one} or {many}, not both")
+        if sharers and len(sharers) < 2:
+            raise ValueError("sharers needs at least two; write one as sharer")
+        if fusers and len(fusers) != len(sharers):
+            raise ValueError(f"fusers has {len(fusers)} entries for {len(sharers)} sharers")
+        if data.get("fusion") and not sharers:
+            raise ValueError("fusion says how several sharers are joined, and there is one")
+        first = {"sharer": sharers[0]} if sharers else {}
+        return {**data, **first, **({"fuser": fusers[0]} if fusers else {})}
+
+    @property
+    def parties(self) -> tuple[ModelConfig | str, ...]:
+        """Every sharer, in order."""
+        return self.sharers or (self.sharer,)
 
 
 class WorkerConfig(Config):
@@ -205,7 +242,7 @@ class Fleet(Config):
             if not m.name:
                 raise ValueError("every entry of models needs a name")
         for p in self.pairs:
-            for role, ref in (("sharer", p.sharer), ("receiver", p.receiver)):
+            for role, ref in (*(("sharer", party) for party in p.parties), ("receiver", p.receiver)):
                 if isinstance(ref, str) and ref not in models:
                     raise ValueError(f"pair {p.name!r}: {role} {ref!r} is not among models: {sorted(models)}")
         for w in self.workers:

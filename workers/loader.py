@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,7 +272,16 @@ def truncate(full: Loaded, layers: tuple[int, ...]) -> Loaded:
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = [model.config.layer_types[i] for i in layers]
     shape = replace(full.shape, layers=len(layers))
-    return replace(full, model=model, shape=shape, layers=layers)
+    kept = layers if full.layers is None else tuple(full.layers[i] for i in layers)
+    return replace(full, model=model, shape=shape, layers=kept)
+
+
+def shallow(full: Loaded, needed: Iterable[int]) -> Loaded | None:
+    """The model up to the highest layer whose KV is needed, itself where that is its last; None where none is."""
+    depth = max(needed, default=-1) + 1
+    if not depth:
+        return None
+    return full if depth >= full.shape.layers else truncate(full, tuple(range(depth)))
 
 
 def locate(config: ModelConfig) -> Path:

@@ -7,7 +7,7 @@ activations, a few MB per chunk, and what the store keeps, which has a bound of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -153,11 +153,16 @@ def model_needs(model: Sized, worker: WorkerConfig, *, cpu: bool) -> Needs:
     return Needs(model.serving(worker, cpu=cpu, context=context), context * model.token)
 
 
-def pair_needs(sharer: Sized, receiver: Sized, fuser: Parts, worker: WorkerConfig, *, cpu: bool, own: bool) -> Needs:
+def pair_needs(
+    sharers: Sequence[Sized], receiver: Sized, fuser: Parts, worker: WorkerConfig, *, cpu: bool, own: bool
+) -> Needs:
     """`own`: the receiver reads the shared part itself, and its KV stands beside the fused."""
-    context = bounded(min(sharer.context, receiver.context), worker)
-    parts = sharer.kept | receiver.serving(worker, cpu=cpu, context=context) | fuser
-    return Needs(parts, context * (sharer.token + receiver.token * (2 if own else 1)))
+    context = bounded(min(model.context for model in (*sharers, receiver)), worker)
+    parts = receiver.serving(worker, cpu=cpu, context=context) | fuser
+    for sharer in sharers:
+        parts = sharer.kept | parts
+    read = sum(sharer.token for sharer in sharers) + receiver.token * (2 if own else 1)
+    return Needs(parts, context * read)
 
 
 def bounded(context: int, worker: WorkerConfig) -> int:

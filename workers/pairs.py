@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +56,8 @@ class PairFile(msgspec.Struct, frozen=True, omit_defaults=True):
     sharer: Party
     receiver: Party
     fuser: FuserInfo
+    others: tuple[Party, ...] = ()
+    """The sharers after the first, where there are several."""
     made: str = ""
     """ISO date."""
     data_licence: str | None = None
@@ -109,13 +112,16 @@ def fingerprint(
     mode: str,
     scope: str,
     recipe: dict[str, Any] | None = None,
+    others: Sequence[dict[str, str]] = (),
 ) -> str:
     """Of a pair as it is loaded: `sharer` and `receiver` are `Loaded.identity`. 16 hex digits.
 
-    `recipe` is how a fuser's own folder says it must be run, where that is not said by the rest.
+    `recipe` is how a fuser's own folder says it must be run, where that is not said by the rest; `others` are the
+    sharers after the first.
     """
     parts: dict[str, Any] = {"sharer": sharer, "receiver": receiver, "kind": kind, "fuser": digest}
     parts |= {"mode": mode, "scope": scope} | ({"recipe": recipe} if recipe else {})
+    parts |= {"others": list(others)} if others else {}
     return hashlib.sha256(canonical(parts)).hexdigest()[:16]
 
 

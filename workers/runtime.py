@@ -24,9 +24,10 @@ from workers import pairs
 from workers.buffers import Sequence
 from workers.cache import KVCache
 from workers.errors import BadPrompt, PromptTooLong
-from workers.fusers.base import Fuser
+from workers.fusers.base import Fuser, KVShape
+from workers.fusers.several import JointFuser
 from workers.keys import Scope, Space
-from workers.loader import Loaded
+from workers.loader import Loaded, shallow
 from workers.prompt import Message, Prompt, chat_prompt, text_prompt
 from workers.store import Claim, KVStore
 
@@ -152,8 +153,10 @@ class OneTokenizer:
 class Reader:
     """Reads tokens with one model, from where stored KV ends."""
 
-    def __init__(self, loaded: Loaded, store: KVStore | None, chunk: int, role: str) -> None:
+    def __init__(self, loaded: Loaded, store: KVStore | None, chunk: int, role: str, *, answers: bool = True) -> None:
+        """`answers`: somebody wants the logits; else the model's last layer is not run."""
         self.loaded = loaded
+        self.answers = answers
         self.store = store
         self.chunk = chunk
         self.role = role
@@ -219,7 +222,7 @@ class Reader:
                 keep.written.append(artefact(self.role, last, whole))
 
     def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
-        """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one.
+        """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one where it `answers`.
 
         The chunks end at multiples of the chunk size, wherever reading begins: a partial hit then computes the same
         chunks as a cold run from the last edge on.
@@ -234,16 +237,19 @@ class Reader:
         return logits
 
     def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:
-        device = self.loaded.device
-        out = self.loaded.model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.arange(into.seen, into.seen + len(ids), device=device)[None],
-            cache=into,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        device, model = self.loaded.device, self.loaded.model
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=device),
+            "position_ids": torch.arange(into.seen, into.seen + len(ids), device=device)[None],
+            "cache": into,
+            "use_cache": True,
+        }
+        if not self.answers:
+            model.get_decoder()(**inputs)
+            into.advance(len(ids))
+            return torch.empty(0)
+        logits: torch.Tensor = model(**inputs, logits_to_keep=1).logits[0, -1]
         into.advance(len(ids))
-        logits: torch.Tensor = out.logits[0, -1]
         return logits
 
 
@@ -251,7 +257,7 @@ class Instead(Reader):
     """A reader without a store that reads something else than it is asked to, or nothing."""
 
     def __init__(self, reader: Reader, source: Source) -> None:
-        super().__init__(reader.loaded, None, reader.chunk, reader.role)
+        super().__init__(reader.loaded, None, reader.chunk, reader.role, answers=reader.answers)
         self._source = source
 
     def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
@@ -298,15 +304,39 @@ class Alone(OneTokenizer):
         self._reader.keep(ids, kv, keep, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """One sharer of a pair: its KV's shape, and who reads as many of its layers as are needed; None where none is."""
+
+    shape: KVShape
+    reader: Reader | None
+
+    def whole(self, kv: KVCache, like: Loaded) -> KVCache:
+        """With empty layers in the place of those that are not read."""
+        missing = self.shape.layers - kv.layers
+        if not missing:
+            return kv
+        blank = torch.empty(1, self.shape.heads, 0, self.shape.head_size, dtype=like.dtype, device=like.device)
+        return KVCache([*kv.keys, *[blank] * missing], [*kv.values, *[blank] * missing])
+
+
+def sharer_reader(sharer: Loaded, fuser: Fuser, store: KVStore | None, chunk: int) -> Reader | None:
+    """Of the sharer up to the highest layer that an open gate needs."""
+    model = shallow(sharer, fuser.source_layers)
+    return None if model is None else Reader(model, store, chunk, "source", answers=False)
+
+
 class Paired(OneTokenizer):
-    """A sharer reads, a fuser projects, a receiver goes on and answers."""
+    """A sharer reads, a fuser projects, a receiver goes on and answers. With a `JointFuser` several sharers read: the
+    first and `others`, in the order of its fusers.
+    """
 
     def __init__(
         self,
         name: str,
         sharer: Loaded,
         receiver: Loaded,
-        fuser: Fuser,
+        fuser: Fuser | JointFuser,
         *,
         mode: str,
         scope: str,
@@ -314,13 +344,14 @@ class Paired(OneTokenizer):
         chunk: int,
         recipe: dict[str, Any] | None = None,
         template: Mapping[str, bool] | None = None,
+        others: Listing[Loaded] = (),
     ) -> None:
         self.name = name
         self.decoder, self.sharer = receiver, sharer
         self.fuser = fuser
         self.chunk = chunk
         self.mode, self.scope = mode, scope
-        self.context = min(sharer.context, receiver.context)
+        self.context = min(model.context for model in (sharer, *others, receiver))
         self.template = template or {}
         self.fingerprint = pairs.fingerprint(
             sharer.identity,
@@ -330,13 +361,20 @@ class Paired(OneTokenizer):
             mode=mode,
             scope=scope,
             recipe=recipe,
+            others=[model.identity for model in others],
         )
-        self.digests = pair_digests(sharer, receiver, fuser)
-        self._sharer = Reader(sharer, store, chunk, "source")
+        self.digests = pair_digests(sharer, receiver, fuser, others)
+        fusers = fuser.fusers if isinstance(fuser, JointFuser) else (fuser,)
+        self._sources = tuple(
+            Voice(model.shape, sharer_reader(model, each, store, chunk))
+            for model, each in zip((sharer, *others), fusers, strict=True)
+        )
         self._receiver = Reader(receiver, store, chunk, "own")
+        self._own = Reader(receiver, store, chunk, "own", answers=False)
         self._fused = Reader(receiver, store, chunk, "fused")
         self._fused.space = Space("fused", {"pair": self.fingerprint, "template": receiver.digests.template})
-        self.spaces: tuple[Space, ...] = (self._sharer.space, self._receiver.space, self._fused.space)
+        read = [source.reader.space for source in self._sources if source.reader is not None]
+        self.spaces: tuple[Space, ...] = (*read, self._receiver.space, self._fused.space)
 
     def prefill(self, prompt: Prompt, keep: Keep | None) -> Steps[Prefilled]:
         spent, ids = Spent(), prompt.ids
@@ -360,10 +398,13 @@ class Paired(OneTokenizer):
         """Nothing: all that follows projected KV is tainted by it."""
 
     def with_source(self, source: Source) -> Paired:
-        """The same pair without a store, whose sharer reads what `source` makes of its ids."""
+        """The same pair without a store, whose sharers read what `source` makes of their ids."""
         twin = copy.copy(self)
-        twin._sharer = Instead(self._sharer, source)
+        twin._sources = tuple(
+            Voice(voice.shape, voice.reader and Instead(voice.reader, source)) for voice in self._sources
+        )
         twin._receiver = Reader(self.decoder, None, self.chunk, "own")
+        twin._own = Reader(self.decoder, None, self.chunk, "own", answers=False)
         twin._fused = Reader(self.decoder, None, self.chunk, "fused")
         twin.spaces = ()
         return twin
@@ -386,22 +427,39 @@ class Paired(OneTokenizer):
         """Bring target from the end of its stored prefix to len(ids), through sharer and fuser."""
         start = target.seen
         began = spent.compute_s
-        source, from_source = yield from self._read_alone(self._sharer, ids, keep, spent)
+        sources, reused = [], []
+        for voice in self._sources:
+            source, known = yield from self._hear(voice, ids, keep, spent)
+            sources.append(source.slice(start, len(ids)))
+            reused.append(known)
         spent.sharer_s = spent.compute_s - began
-        own, from_own = None, from_source
+        own = None
         if self.fuser.needs_own:
-            own, from_own = yield from self._read_alone(self._receiver, ids, keep, spent)
+            own, known = yield from self._read_alone(self._own, ids, keep, spent)
             own = own.slice(start, len(ids))
+            reused.append(known)
         if not start:
-            spent.reused = min(from_source, from_own)
+            spent.reused = min(reused)
         clock = time.perf_counter()
-        projected = self.fuser.project(source.slice(start, len(ids)), own, start)
+        projected = self._project(sources, own, start)
         if own is not None:
             spent.change = Changed.of([(1, changes(projected, own))])
         target.put(projected)
         spent.fuse_s = time.perf_counter() - clock
         self._fused.keep(ids, target.kv(), keep, start, tail=True)
         yield
+
+    def _project(self, sources: Listing[KVCache], own: KVCache | None, start: int) -> KVCache:
+        if isinstance(self.fuser, JointFuser):
+            return self.fuser.project(sources, own, start)
+        return self.fuser.project(sources[0], own, start)
+
+    def _hear(self, voice: Voice, ids: tuple[int, ...], keep: Keep | None, spent: Spent) -> Steps[tuple[KVCache, int]]:
+        """A sharer's KV with all its layers, of which those that no open gate needs are empty."""
+        if voice.reader is None:
+            return voice.whole(KVCache([], []), self.decoder), len(ids)
+        read, known = yield from self._read_alone(voice.reader, ids, keep, spent)
+        return voice.whole(read, self.decoder), known
 
     def _read_alone(
         self, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
@@ -418,10 +476,12 @@ class Paired(OneTokenizer):
         return sequence.kv(), reused
 
 
-def pair_digests(sharer: Loaded, receiver: Loaded, fuser: Fuser) -> dict[str, str]:
+def pair_digests(
+    sharer: Loaded, receiver: Loaded, fuser: Fuser | JointFuser, others: Listing[Loaded] = ()
+) -> dict[str, str]:
     """By part, shortened: tells which of them changed when a fingerprint did."""
     return {
-        "sharer": sharer.fingerprint,
+        "sharer": "+".join(model.fingerprint for model in (sharer, *others)),
         "receiver": receiver.fingerprint,
         "fuser": f"{fuser.kind}:{fuser.digest[:16]}",
         "template": receiver.digests.template[:16],

@@ -155,8 +155,11 @@ def publish(
     made: str,
     licence: str | None = None,
     data_licence: str | None = None,
+    others: Sequence[Loaded] = (),
 ) -> PairFile:
-    """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of both models."""
+    """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of all models; `others` are the
+    sharers after the first.
+    """
     pair = PairFile(
         format=FORMAT,
         name=name,
@@ -165,6 +168,7 @@ def publish(
         sharer=_party(sharer, licence),
         receiver=_party(receiver, licence),
         fuser=fuser,
+        others=tuple(_party(model, licence) for model in others),
         made=made,
         data_licence=data_licence,
     )

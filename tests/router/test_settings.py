@@ -215,11 +215,14 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "tenants: tenants/\nmodels: [{name: m, model: org/model}]\n"
-        "pairs: [{name: p, sharer: m, receiver: m, fuser: fuser}]"
+        "pairs: [{name: p, sharer: m, receiver: m, fuser: fuser},"
+        " {name: q, sharers: [m, m], receiver: m, fusers: [fuser, org/fuser]}]"
     )
     settings = load(file)
     assert settings.tenants == (tmp_path / "tenants").resolve()
-    assert settings.fleet.pairs[0].fuser == str((tmp_path / "fuser").resolve())
+    beside = str((tmp_path / "fuser").resolve())
+    assert settings.fleet.pairs[0].fuser == beside
+    assert settings.fleet.pairs[1].fusers == (beside, "org/fuser")
     assert settings.models[0].model == "org/model"
 
 

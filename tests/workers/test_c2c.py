@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "strategy": (_edit("config.json", lambda c: c["model"].update(alignment_strategy="prefix")), "prefix"),
     "fusion": (_edit("config.json", lambda c: c["model"].update(multi_source_fusion_mode="both")), "both"),
     "no model": (_edit("config.json", lambda c: c.pop("model")), "model"),
-    "two sharers": (_edit("final/projector_config.json", lambda c: c["0"].update({"2": c["0"]["1"]})), "one sharer"),
+    "two sharers": (_edit("final/projector_config.json", lambda c: c["0"].update({"2": c["0"]["1"]})), "for 2 sharers"),
     "sharer too short": (
         _edit("final/projector_config.json", lambda c: c["0"]["1"].update({"0": [[6, 0]]})),
         "layer 6",

@@ -49,7 +49,7 @@ def published(dtype: str, **worker: Any) -> Needs:
     one = ProjectorShape(sharer.shape.head_size, receiver.shape.head_size, sharer.shape.heads, receiver.shape.heads)
     size = receiver.shape.layers * memory.projector_parameters(one) * DTYPES[dtype].itemsize
     config = WorkerConfig(name="w", **worker)
-    return memory.pair_needs(sharer, receiver, {("fuser", "x"): size}, config, cpu=False, own=True)
+    return memory.pair_needs([sharer], receiver, {("fuser", "x"): size}, config, cpu=False, own=True)
 
 
 @pytest.mark.parametrize(

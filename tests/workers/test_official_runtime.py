@@ -27,9 +27,9 @@ from workers.engine import Done, Engine, Event, Failed, Request, Text
 from workers.errors import BadPrompt, LoadFailed, PromptTooLong
 from workers.fusers.base import KVShape
 from workers.fusers.c2c import load_official
-from workers.holdings import HeldPair, hold_pair
 from workers.loader import Loaded, Loader
 from workers.official_runtime import AlignedPair, aligned_prompt, receiver_track, sharer_track
+from workers.pairing import HeldPair, hold_pair
 from workers.prompt import Prompt
 from workers.runtime import Paired, Prefilled, Runtime
 from workers.sampling import Sampling
@@ -89,11 +89,11 @@ def finish(runtime: Runtime, prompt: Prompt) -> Prefilled:
                 return end.value  # type: ignore[no-any-return]
 
 
-def ask(engine: Engine, prompt: Prompt, tokens: int) -> queue.SimpleQueue[Event]:
+def ask(engine: Engine, prompt: Prompt, tokens: int, name: str = "golden") -> queue.SimpleQueue[Event]:
     """Greedy, with the tokens in the events."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-    engine.submit(Request("golden", prompt, sampling, events.put))
+    engine.submit(Request(name, prompt, sampling, events.put))
     return events
 
 

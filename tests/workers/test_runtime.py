@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from workers.cache import KVCache
-from workers.config import Fleet, ModelConfig, PairConfig, StoreConfig
-from workers.embedded import EmbeddedRedis
+from workers.config import Fleet, ModelConfig, PairConfig
 from workers.engine import Batch, Done, Engine, Event, Failed, Request, Text
 from workers.errors import BadPrompt, LoadFailed
 from workers.fusers.base import Change, KVShape
 from workers.fusers.c2c import load_official
 from workers.fusers.identity import IdentityFuser
-from workers.holdings import hold_pair
 from workers.loader import Loaded, Loader
+from workers.pairing import hold_pair
 from workers.prompt import Prompt
 from workers.runtime import Alone, Changed, Keep, Paired, Prefilled, Runtime, changes
 from workers.sampling import Sampling
@@ -52,21 +50,6 @@ class Shifted:
 
     def change(self) -> Change:
         return Change(1.0, 0.0)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest.fixture
-def store(tmp_path: Path, redis_url: str) -> Iterator[KVStore]:
-    from workers.config import RedisConfig
-
-    opened = KVStore(StoreConfig(dir=tmp_path / "kv"), RedisConfig(url=redis_url))
-    yield opened
-    opened.close()
 
 
 def finish(runtime: Runtime, prompt: Prompt, keep: Keep | None = None) -> Prefilled:

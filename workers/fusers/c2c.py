@@ -187,11 +187,14 @@ def load_official(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     cache: Path | None = None,
+    place: int = 0,
+    sharers: int = 1,
 ) -> Official:
     """Read a checkpoint folder, or one of its `final` and `checkpoint-N` folders. `dtype` is the receiver's; None
-    keeps what is stored. `cache` takes the converted weights of a folder that cannot be written; None takes
-    `workers.loader.cache_dir()`. Raises LoadFailed: files missing or malformed, a projector class, argument, key or
-    shape that is not the official network's, or models whose KV it does not fit.
+    keeps what is stored. A checkpoint made for several `sharers` is read once for each, by its `place` among them.
+    `cache` takes the converted weights of a folder that cannot be written; None takes `workers.loader.cache_dir()`.
+    Raises LoadFailed: files missing or malformed, a projector class, argument, key or shape that is not the official
+    network's, or models whose KV it does not fit.
     """
     weights = folder / "final" if (folder / "final").is_dir() else folder
     config = next((p for p in (folder / "config.json", folder.parent / "config.json") if p.is_file()), None)
@@ -200,7 +203,7 @@ def load_official(
     recipe = _object(config).get("model")
     if not isinstance(recipe, dict):
         raise LoadFailed(f"{config}: no object named model")
-    links = _links(weights, recipe, receiver, sharer)
+    links = _links(weights, recipe, receiver, sharer, (place, sharers))
     needed = sorted({link.projector for link in links if link})
     shapes = {index: projector_shape(weights / f"projector_{index}.json") for index in needed}
     for index, shape in shapes.items():
@@ -239,15 +242,17 @@ def _one_of(file: Path, recipe: dict[str, Any], key: str, allowed: tuple[Any, ..
 
 
 def _links(
-    weights: Path, recipe: dict[str, Any], receiver: KVShape | None, sharer: KVShape | None
+    weights: Path, recipe: dict[str, Any], receiver: KVShape | None, sharer: KVShape | None, which: tuple[int, int]
 ) -> tuple[Link | None, ...]:
     """From `projector_config.json`, else from the recipe's `mapping` between two models that are known."""
     file = weights / "projector_config.json"
     if file.exists():
-        links = _listed_links(file, receiver.layers if receiver else None)
+        links = _listed_links(file, receiver.layers if receiver else None, which)
         if sharer and (high := max((link.source for link in links if link), default=0)) >= sharer.layers:
             raise LoadFailed(f"{file}: reads sharer layer {high}; the sharer has {sharer.layers} layers")
         return links
+    if which[1] > 1:
+        raise LoadFailed(f"{weights}: no projector_config.json, which tells the projectors of several sharers apart")
     name = recipe.get("mapping", "last_aligned")
     if name not in LAYER_MAPS:
         raise LoadFailed(f"{weights}: model.mapping is {name!r}; it must be one of {', '.join(sorted(LAYER_MAPS))}")
@@ -256,15 +261,20 @@ def _links(
     return tuple(Link(source, index) for index, source in enumerate(LAYER_MAPS[name](receiver.layers, sharer.layers)))
 
 
-def _listed_links(file: Path, layers: int | None) -> tuple[Link | None, ...]:
-    """receiver index -> sharer index -> receiver layer -> [[sharer layer, projector], ...]; only the first counts."""
+def _listed_links(file: Path, layers: int | None, which: tuple[int, int]) -> tuple[Link | None, ...]:
+    """receiver index -> sharer index -> receiver layer -> [[sharer layer, projector], ...]; only the first counts.
+    `which` is the sharer's place in order, and how many there must be.
+    """
     tree = _object(file)
+    place, sharers = which
     try:
         (by_sharer,) = tree.values()
-        (by_layer,) = by_sharer.values()
+        if len(by_sharer) != sharers:
+            raise LoadFailed(f"{file}: made for {len(by_sharer)} sharers; the pair has {sharers}")
+        by_layer = by_sharer[sorted(by_sharer, key=int)[place]]
         links = {int(t): Link(int(pairs[0][0]), int(pairs[0][1])) for t, pairs in by_layer.items() if pairs}
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise LoadFailed(f"{file}: not one receiver, one sharer and a list of pairs per receiver layer") from error
+        raise LoadFailed(f"{file}: not one receiver, and for each sharer a list of pairs per receiver layer") from error
     if not links or min(min(t, link.source, link.projector) for t, link in links.items()) < 0:
         raise LoadFailed(f"{file}: no receiver layers, or a negative index")
     count = max(links) + 1

@@ -1,0 +1,285 @@
+"""Puts a pair together: its models, its fuser, how it is to be run, and what its report says. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from workers import pairs, vocabulary
+from workers.config import Fleet, PairConfig
+from workers.errors import LoadFailed
+from workers.fusers.base import Fuser
+from workers.fusers.identity import IdentityFuser
+from workers.fusers.several import JointFuser
+from workers.loader import Loaded, Loader
+from workers.protocol import PairState
+from workers.runtime import Alone, Paired, Runtime
+from workers.store import KVStore
+
+if TYPE_CHECKING:
+    from workers.fusers.c2c import Fusion, Official
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPair:
+    """A pair that is ready to run, and what is known of it."""
+
+    runtime: Runtime
+    state: PairState
+
+
+def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore | None, chunk: int) -> HeldPair:
+    """Load the models and the fuser. Raises LoadFailed when a part is missing or is not the one the pair names."""
+    sharers = [loader.load(fleet.model(ref)) for ref in config.parties]
+    receiver = loader.load(fleet.model(config.receiver))
+    folder = fuser_folder(config.fuser)
+    file = pairs.read_pair(folder) if folder is not None and (folder / "pair.json").exists() else None
+    kind = fuser_kind(config, folder)
+    mode = pair_mode(config, folder, kind)
+    scope = config.scope or (file.scope if file else "prompt")
+    doubt = check_parties(file, sharers, receiver) if file is not None else ""
+    pair = _Parts(config, sharers, receiver, mode=mode, scope=scope, store=store, chunk=chunk)
+    if kind == "c2c" and folder is not None:
+        runtime = _official(pair, folder, file)
+    elif len(sharers) > 1:
+        raise LoadFailed(f"pair {config.name}: several sharers are joined by c2c fusers only, and this one is {kind}")
+    elif kind == "identity":
+        runtime = _identity(pair)
+    else:
+        fuser = load_fuser(kind, folder, receiver, mode)
+        _require_mode(config.name, fuser, mode)
+        runtime = pair.joined(fuser)
+    # What several fusers were proven to do is said nowhere: each report is about its own pair.
+    report = pairs.read_report(folder) if folder is not None and not config.fusers else None
+    state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
+    return HeldPair(runtime, with_report(state, report, doubt))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A pair's models and how they are to be run."""
+
+    config: PairConfig
+    sharers: list[Loaded]
+    receiver: Loaded
+    mode: str
+    scope: str
+    store: KVStore | None
+    chunk: int
+
+    def joined(self, fuser: Fuser | JointFuser, **more: Any) -> Paired:
+        first, *others = self.sharers
+        return Paired(
+            self.config.name,
+            first,
+            self.receiver,
+            fuser,
+            mode=self.mode,
+            scope=self.scope,
+            store=self.store,
+            chunk=self.chunk,
+            others=others,
+            **more,
+        )
+
+
+def fuser_kind(config: PairConfig, folder: Path | None) -> str:
+    """What `pair.json` says; a folder without one is a checkpoint in the official layout."""
+    if folder is not None and (folder / "pair.json").exists():
+        return pairs.read_pair(folder).fuser.kind
+    return "identity" if config.fuser == "identity" else "c2c"
+
+
+def pair_mode(config: PairConfig, folder: Path | None, kind: str) -> str:
+    """As the config says, else `pair.json`, else what the kind is made for."""
+    if config.mode is not None:
+        return config.mode
+    if folder is not None and (folder / "pair.json").exists():
+        return pairs.read_pair(folder).mode
+    return "handover" if kind == "identity" else "fuse"
+
+
+def fuser_folder(fuser: str) -> Path | None:
+    """None for a bare `identity`; else a folder, a folder inside an installed package, or one fetched from the hub."""
+    if fuser == "identity":
+        return None
+    path = Path(fuser).expanduser()
+    if path.is_dir():
+        return path
+    if fuser.startswith((".", "/", "~")) or fuser.count("/") < 1:
+        raise LoadFailed(f"fuser {fuser!r}: no such folder")
+    return _fuser_from_hub(fuser)
+
+
+def _fuser_from_hub(name: str) -> Path:
+    """`owner/repo` or `owner/repo/sub/folder`: the official collection keeps one fuser in each folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    owner, repo, *inside = name.split("/")
+    prefix = "/".join(inside)
+    patterns = [f"{prefix}/*" if prefix else "*"]
+    try:
+        root = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise LoadFailed(f"fuser {name!r}: cannot be fetched from the hub ({type(error).__name__})") from error
+    return root / prefix if prefix else root
+
+
+def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> Fuser:
+    """Our own networks. Raises LoadFailed."""
+    if folder is None:
+        raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")
+    if kind == "lite":
+        from workers.fusers.lite import LiteFuser
+
+        return LiteFuser.from_folder(folder, receiver.dtype, receiver.device)
+    if kind == "linear":
+        from workers.fusers.linear import LinearFuser
+
+        return LinearFuser.from_folder(folder, receiver.dtype, receiver.device, mode=mode)
+    raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, linear, identity")
+
+
+def _require_mode(name: str, fuser: Fuser | JointFuser, mode: str) -> None:
+    """A fuser is made for one mode: with the receiver's own KV, or without."""
+    able = "fuse" if fuser.needs_own else "handover"
+    if mode != able:
+        raise LoadFailed(f"pair {name}: a {fuser.kind} fuser runs in mode {able}, not {mode}")
+
+
+def _identity(pair: _Parts) -> Runtime:
+    sharer, receiver = pair.sharers[0], pair.receiver
+    digest = IdentityFuser(sharer.identity, receiver.identity, receiver.shape).digest
+    if pair.mode != "handover":
+        raise LoadFailed(f"pair {pair.config.name}: an identity pair runs in mode handover, not {pair.mode}")
+    fingerprint = pairs.fingerprint(
+        sharer.identity, receiver.identity, kind="identity", digest=digest, mode=pair.mode, scope=pair.scope
+    )
+    return Alone(pair.config.name, sharer, pair.store, pair.chunk, fingerprint=fingerprint, role="source")
+
+
+def _official(pair: _Parts, folder: Path, file: pairs.PairFile | None) -> Runtime:
+    """Published checkpoints, run as their recipes say."""
+    read = [_checkpoint(pair, place) for place in range(len(pair.sharers))]
+    fuser = read[0].fuser if len(read) == 1 else JointFuser([o.fuser for o in read], _fusion(pair.config, read))
+    if file is not None and not pair.config.fusers:
+        _require_digest(folder, file, fuser)
+    _require_mode(pair.config.name, fuser, pair.mode)
+    first = read[0]
+    if first.include_response:
+        raise LoadFailed(
+            f"{folder}: its recipe is include_response, three passes for every token of the answer, which cannot join "
+            "a running batch; it is not served"
+        )
+    if any(official.aligned for official in read):
+        if len(read) > 1:
+            raise LoadFailed(f"{folder}: its recipe aligns two tokenizers, and there are {len(read)} sharers")
+        return _aligned(pair, folder, first)
+    for sharer in pair.sharers:
+        _require_ids(folder, sharer, pair.receiver)
+    # The official method trains and serves without thinking.
+    recipe = first.recipe | ({"fusion": fuser.fusion} if isinstance(fuser, JointFuser) else {})
+    return pair.joined(fuser, recipe=recipe, template={"enable_thinking": False})
+
+
+def _checkpoint(pair: _Parts, place: int) -> Official:
+    """Of one sharer: a folder of its own, or its part of the folder that was made for all."""
+    from workers.fusers.c2c import load_official
+
+    own = pair.config.fusers
+    folder = fuser_folder(own[place] if own else pair.config.fuser)
+    if folder is None:
+        raise LoadFailed(f"pair {pair.config.name}: several sharers need c2c fusers, and one is identity")
+    part = (0, 1) if own else (place, len(pair.sharers))
+    sharer, receiver = pair.sharers[place], pair.receiver
+    official = load_official(
+        folder,
+        receiver=receiver.shape,
+        sharer=sharer.shape,
+        dtype=receiver.dtype,
+        device=receiver.device,
+        place=part[0],
+        sharers=part[1],
+    )
+    if own and (folder / "pair.json").exists():
+        file = pairs.read_pair(folder)
+        check_parties(file, [sharer], receiver)
+        _require_digest(folder, file, official.fuser)
+    return official
+
+
+def _require_digest(folder: Path, file: pairs.PairFile, fuser: Fuser | JointFuser) -> None:
+    if file.fuser.digest != fuser.digest:
+        raise LoadFailed(f"{folder}: its weights are not those that pair.json names")
+
+
+def _fusion(config: PairConfig, read: list[Official]) -> Fusion:
+    return config.fusion or read[0].fusion
+
+
+def _require_ids(folder: Path, sharer: Loaded, receiver: Loaded) -> None:
+    if sharer.digests.tokenizer != receiver.digests.tokenizer:
+        overlap = vocabulary.compare(receiver.tokenizer.get_vocab(), sharer.tokenizer.get_vocab(), sharer.vocab)
+        if not overlap.ids_pass:
+            raise LoadFailed(
+                f"{folder}: its recipe gives the receiver's token ids to the sharer as they are, and {overlap}"
+            )
+
+
+def _aligned(pair: _Parts, folder: Path, official: Official) -> Runtime:
+    from workers.official_runtime import AlignedPair
+
+    sharer, receiver = pair.sharers[0], pair.receiver
+    if pair.scope != "prompt":
+        raise LoadFailed(
+            f"{folder}: a pair with two tokenizers fuses all messages; its scope is prompt, not {pair.scope}"
+        )
+    for role, model in (("sharer", sharer), ("receiver", receiver)):
+        if model.tokenizer.chat_template is None:
+            raise LoadFailed(f"{folder}: the {role} has no chat template, so chats cannot be aligned")
+    return AlignedPair(pair.config.name, sharer, receiver, official, chunk=pair.chunk)
+
+
+def check_parties(file: pairs.PairFile, sharers: Sequence[Loaded], receiver: Loaded) -> str:
+    """Weights and tokenizers must be those of `pair.json`, else LoadFailed; a changed template is a doubt, returned."""
+    doubt = ""
+    named = (file.sharer, *file.others)
+    if len(named) > len(sharers):
+        raise LoadFailed(f"the pair {file.name} was made for {len(named)} sharers, not {len(sharers)}")
+    parties = (
+        *(("sharer", *both) for both in zip(named, sharers, strict=False)),
+        ("receiver", file.receiver, receiver),
+    )
+    for role, party, loaded in parties:
+        for part in ("weights", "tokenizer"):
+            if getattr(party, part) != getattr(loaded.digests, part):
+                raise LoadFailed(f"the {role}'s {part} are not those that the pair {file.name} was made for")
+        if party.layers != loaded.identity["layers"]:
+            raise LoadFailed(f"the {role} keeps layers {loaded.identity['layers']}; the pair wants {party.layers}")
+        if party.template != loaded.digests.template:
+            doubt = f"the {role}'s chat template has changed since the pair was proven"
+    return doubt
+
+
+def with_report(state: PairState, report: pairs.Report | None, doubt: str) -> PairState:
+    """A report counts only for exactly the pair that runs: same fingerprint, which covers the numerics."""
+    if report is None:
+        return msgspec.structs.replace(state, verdict="unproven", verdict_reason="no report")
+    if report.fingerprint != state.fingerprint:
+        return msgspec.structs.replace(
+            state, verdict="unproven", verdict_reason="the report is about another fingerprint"
+        )
+    if doubt:
+        return msgspec.structs.replace(state, verdict="unproven", verdict_reason=doubt)
+    return msgspec.structs.replace(
+        state,
+        verdict=report.verdict,
+        verdict_reason=report.reason,
+        gain=report.gain.low if report.gain else None,
+        retention=report.retention.low if report.retention else None,
+    )
