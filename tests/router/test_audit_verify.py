@@ -1,38 +1,44 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.audit_chain import Chain, Entry, bound
+from router.audit_chain import bound
 from router.audit_cli import audit_commands
-from router.audit_keys import AuditError, Signer, chain_folder, folder, statement
-from router.audit_lines import BATCH, NOTHING, Head, open_line, read_head, seal_line
+from router.audit_keys import AuditError, Signer, chain_folder, folder
+from router.audit_lines import BATCH, NOTHING, open_line, seal_line
 from router.audit_vault import ContentKey
 from router.audit_verify import records, verify
-
-Attack = Callable[[Path, random.Random], None]
-TENANTS = ("bank", "lab")
-
-
-def entry(n: int) -> Entry:
-    kind: Any = ("intent", "outcome")[n % 2]
-    body = {"chosen": "solo", "amount": 1000 + n}
-    return Entry(kind, body, f"dec_{n // 2}", {"request": b"text " * (n % 40)}, "full")
-
-
-def small_chain(root: Path, tenant: str = "bank") -> Chain:
-    return Chain(root, tenant, Signer.load(root), rotate_bytes=4000, checkpoint_every=8)
+from tests.router.audit_attacks import (
+    ATTACKS,
+    DAY,
+    INSIDER,
+    TENANTS,
+    Attack,
+    Insider,
+    bodies,
+    crash,
+    cut_lines,
+    drop_file,
+    edit,
+    edit_and_rehash,
+    entry,
+    files,
+    flip,
+    forge,
+    grow,
+    rewrite,
+    small_chain,
+    swap_tenants,
+)
 
 
 @pytest.fixture(scope="module", params=["closed", "running"])
@@ -56,210 +62,6 @@ def log(honest: Path, tmp_path: Path) -> Path:
     return shutil.copytree(honest, tmp_path / "audit")
 
 
-def files(root: Path, tenant: str = "bank") -> list[Path]:
-    return sorted((root / tenant).glob("*.jsonl"))
-
-
-def lines(root: Path, tenant: str = "bank") -> list[tuple[Path, bytes]]:
-    return [(path, line) for path in files(root, tenant) for line in path.read_bytes().splitlines(keepends=True)]
-
-
-def put(root: Path, changed: list[tuple[Path, bytes]], tenant: str = "bank") -> None:
-    for path in files(root, tenant):
-        path.write_bytes(b"".join(line for where, line in changed if where == path))
-
-
-def rehashed(changed: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, bytes]]:
-    """All hashes and numbers made right again, as anybody can without the signing key."""
-    prev, out = NOTHING, []
-    for seq, (path, body) in enumerate(changed):
-        line, hash = seal_line(body | {"seq": seq, "prev": prev})
-        out.append((path, line))
-        prev = hash
-    return out
-
-
-def bodies(root: Path) -> list[tuple[Path, dict[str, Any]]]:
-    return [(path, open_line(line.strip()).body) for path, line in lines(root)]
-
-
-def flip(root: Path, rng: random.Random) -> None:
-    path = rng.choice([*files(root), root / "bank" / "head.json"])
-    raw = bytearray(path.read_bytes())
-    raw[rng.randrange(len(raw) - 300 * (path.name == "head.json"))] ^= rng.randrange(1, 256)
-    path.write_bytes(raw)
-
-
-def edit(root: Path, rng: random.Random) -> None:
-    path, line = rng.choice([pair for pair in lines(root) if b'"amount":1' in pair[1]])
-    path.write_bytes(path.read_bytes().replace(line, line.replace(b'"amount":1', b'"amount":9')))
-
-
-def edit_and_rehash(root: Path, rng: random.Random) -> None:
-    changed = bodies(root)
-    rng.choice([body for _, body in changed if "amount" in body])["amount"] = 1
-    put(root, rehashed(changed))
-
-
-def edit_and_rehash_one(root: Path, rng: random.Random) -> None:
-    changed = lines(root)
-    at = rng.choice([n for n, (_, line) in enumerate(changed[:-1]) if b'"amount"' in line])
-    path, line = changed[at]
-    changed[at] = (path, seal_line(open_line(line.strip()).body | {"amount": 1})[0])
-    put(root, changed)
-
-
-def edit_and_rehash_last(root: Path, rng: random.Random) -> None:
-    changed = bodies(root)
-    at = max(n for n, (_, body) in enumerate(changed) if "amount" in body)
-    changed[at][1]["amount"] = rng.randrange(1000)
-    put(root, rehashed(changed))
-
-
-def tear(root: Path, rng: random.Random) -> None:
-    path = rng.choice(files(root)[:-1])
-    path.write_bytes(path.read_bytes() + b'{"seq":')
-
-
-def renumber(root: Path, rng: random.Random) -> None:
-    path = files(root)[-1]
-    path.rename(path.with_name(f"{rng.randrange(100, 999999):06d}{path.name[6:]}"))
-
-
-def drop(root: Path, rng: random.Random) -> None:
-    changed = lines(root)
-    del changed[rng.randrange(len(changed))]
-    put(root, changed)
-
-
-def drop_and_rehash(root: Path, rng: random.Random) -> None:
-    changed = bodies(root)
-    del changed[rng.randrange(1, len(changed))]
-    put(root, rehashed(changed))
-
-
-def double(root: Path, rng: random.Random) -> None:
-    changed = lines(root)
-    at = rng.randrange(len(changed))
-    put(root, changed[: at + 1] + changed[at:])
-
-
-def reorder(root: Path, rng: random.Random) -> None:
-    changed = lines(root)
-    a, b = rng.sample(range(len(changed)), 2)
-    changed[a], changed[b] = (changed[a][0], changed[b][1]), (changed[b][0], changed[a][1])
-    put(root, changed)
-
-
-def insert_and_rehash(root: Path, rng: random.Random) -> None:
-    changed = bodies(root)
-    path, body = rng.choice(changed[1:])
-    changed.insert(rng.randrange(1, len(changed)), (path, body | {"id": "dec_forged"}))
-    put(root, rehashed(changed))
-
-
-def cut_lines(root: Path, rng: random.Random) -> None:
-    changed = lines(root)
-    put(root, changed[: rng.randrange(len(changed))])
-
-
-def cut_bytes(root: Path, rng: random.Random) -> None:
-    path = rng.choice(files(root))
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def drop_file(root: Path, rng: random.Random) -> None:
-    rng.choice(files(root)).unlink()
-
-
-def drop_head(root: Path, rng: random.Random) -> None:
-    (root / "bank" / "head.json").unlink()
-
-
-def drop_chain(root: Path, rng: random.Random) -> None:
-    shutil.rmtree(root / "bank")
-
-
-def swap_tenants(root: Path, rng: random.Random) -> None:
-    (root / "bank").rename(root / "aside")
-    (root / "lab").rename(root / "bank")
-    (root / "aside").rename(root / "lab")
-
-
-def swap_files(root: Path, rng: random.Random) -> None:
-    at = rng.randrange(len(files(root)))
-    shutil.copy(files(root, "lab")[at], files(root)[at])
-
-
-def swap_heads(root: Path, rng: random.Random) -> None:
-    shutil.copy(root / "lab" / "head.json", root / "bank" / "head.json")
-
-
-def other_tenants_record(root: Path, rng: random.Random) -> None:
-    changed, others = lines(root), lines(root, "lab")
-    at = rng.randrange(min(len(changed), len(others)))
-    changed[at] = (changed[at][0], others[at][1])
-    put(root, changed)
-
-
-def rewrite(root: Path, rng: random.Random) -> Signer:
-    """All of history again, with other amounts, under the attacker's own signing key."""
-    thief = Signer(Ed25519PrivateKey.generate())
-    head = read_head(root / "bank")
-    assert head is not None
-    changed = bodies(root)
-    for _, body in changed:
-        body.update({"amount": 1} if "amount" in body else {})
-    prev, out = NOTHING, []
-    for seq, (path, body) in enumerate(changed):
-        if body["kind"] == "checkpoint":
-            body |= {"key": thief.id, "sig": thief.sign(statement("bank", head.chain, seq - 1, prev))}
-        line, prev = seal_line(body | {"prev": prev})
-        out.append((path, line))
-    put(root, out)
-    sig = thief.sign(statement("bank", head.chain, head.seq, prev))
-    (root / "bank" / "head.json").write_bytes(Head(head.chain, head.seq, prev, thief.id, sig).encode())
-    return thief
-
-
-def forge(root: Path, rng: random.Random) -> None:
-    rewrite(root, rng)
-
-
-def forge_checkpoint(root: Path, rng: random.Random) -> None:
-    """One checkpoint under another key, and everything after it made to fit."""
-    changed = bodies(root)
-    rng.choice([body for _, body in changed if body["kind"] == "checkpoint"])["sig"] = "A" * 88
-    put(root, rehashed(changed))
-
-
-ATTACKS: list[Attack] = [
-    flip,
-    edit,
-    edit_and_rehash,
-    edit_and_rehash_one,
-    edit_and_rehash_last,
-    tear,
-    renumber,
-    drop,
-    drop_and_rehash,
-    double,
-    reorder,
-    insert_and_rehash,
-    cut_lines,
-    cut_bytes,
-    drop_file,
-    drop_head,
-    drop_chain,
-    swap_tenants,
-    swap_files,
-    swap_heads,
-    other_tenants_record,
-    forge,
-    forge_checkpoint,
-]
-
-
 def test_honest(honest: Path) -> None:
     """A log that nobody touched holds, and its figures are right."""
     for tenant in TENANTS:
@@ -278,6 +80,41 @@ def test_every_attack_is_found(honest: Path, tmp_path: Path, attack: Attack) -> 
         root = shutil.copytree(honest, tmp_path / str(seed))
         attack(root, random.Random(seed))
         assert not verify(root, "bank").holds, seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_false_alarm(tmp_path: Path, seed: int) -> None:
+    """A log that lived (crashes, restarts, erasures, holds, ended retention) holds, alone and against its anchor."""
+    heads = grow(tmp_path, random.Random(seed))
+    for tenant in TENANTS:
+        assert verify(tmp_path, tenant).faults == []
+        report = verify(tmp_path, tenant, anchored=heads, retention=DAY)
+        assert report.faults == []
+        assert report.anchored == max(line.seq for line in heads if line.tenant == tenant)
+
+
+@pytest.mark.parametrize("attack", INSIDER, ids=lambda attack: attack.__name__)
+def test_who_holds_the_signing_key_is_found_by_the_anchor(tmp_path: Path, attack: Insider) -> None:
+    """History rewritten and signed by the key itself passes without an anchor, and never with one."""
+    passed = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        root = tmp_path / str(seed)
+        heads = grow(root, rng)
+        attack(root, rng, heads)
+        passed += verify(root, "bank").holds
+        assert not verify(root, "bank", anchored=heads, retention=5 * 365 * DAY).holds, seed
+    assert passed
+
+
+def test_a_chain_put_back_is_found_by_the_anchor(tmp_path: Path) -> None:
+    """Yesterday's copy of the whole log, keys included, passes alone and not against what was anchored since."""
+    grow(tmp_path / "log", random.Random(7))
+    shutil.copytree(tmp_path / "log", tmp_path / "copy")
+    heads = grow(tmp_path / "log", random.Random(8))
+    assert verify(tmp_path / "log", "bank", anchored=heads).faults == []
+    assert verify(tmp_path / "copy", "bank").faults == []
+    assert not verify(tmp_path / "copy", "bank", anchored=heads).holds
 
 
 @pytest.mark.parametrize("attack", [flip, cut_lines, drop_file, swap_tenants, edit_and_rehash, forge])
@@ -339,15 +176,6 @@ def test_crashes_are_no_attack(tmp_path: Path, seed: int) -> None:
     assert verify(tmp_path, "bank").faults == []
     assert verify(tmp_path, "bank").unsigned == 0
     assert crashes
-
-
-def crash(root: Path, head: bytes, before: dict[Path, int], rng: random.Random) -> None:
-    """As if power went while the last commit was written: its head is not there, its bytes in part."""
-    (root / "bank" / "head.json").write_bytes(head)
-    grown = [path for path in files(root) if path.stat().st_size > before.get(path, 0)]
-    for path in grown:
-        keep = rng.randrange(before.get(path, 0), path.stat().st_size + 1) if path == grown[0] else 0
-        os.truncate(path, keep)
 
 
 def test_forged_end_is_named(log: Path) -> None:
