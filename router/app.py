@@ -126,6 +126,11 @@ class App:
             await self.parts.audit.control("reload", who, detail)
         return {"reloaded": True, "tenants": told, "deployments": len(settings.model_list)}
 
+    async def close(self) -> None:
+        """Give up the connections of an app that was never served."""
+        await self.parts.pools.close()
+        await self._close_litellm()
+
     def _dispatcher(self, settings: Settings) -> Dispatcher:
         parts, routing = self.parts, settings.routing
         health = Health(

@@ -66,6 +66,8 @@ class Outcome:
     answer: bytes | None = None
     hint: bytes | None = None
     """What a relay's sharer wrote."""
+    tokens: bytes | None = None
+    """Ids of the answer's tokens by choice, JSON."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +175,12 @@ class Audit:
         keep: Content = "full" if regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
-            content = {"answer": outcome.answer, "hint": outcome.hint, "request": None if begun else _request(call)}
+            content = {
+                "answer": outcome.answer,
+                "hint": outcome.hint,
+                "tokens": outcome.tokens,
+                "request": None if begun else _request(call),
+            }
             texts = {name: text for name, text in content.items() if text is not None}
         entry = Entry("outcome", body, call.id, texts, keep, call.subject)
         if regulated:

@@ -15,6 +15,7 @@ from router.audit_keys import AuditError
 from router.audit_lines import Anchored, Record
 from router.audit_options import log_folder, which_log
 from router.audit_verify import Report
+from router.replay_cli import replay
 
 
 @click.group("audit")
@@ -84,6 +85,9 @@ def show(root: Path | None, config: Path | None, wanted: str | None, content: bo
                 click.echo(json.dumps(shown, ensure_ascii=False) if as_json else _line(record, texts))
     except AuditError as error:
         raise click.ClickException(str(error)) from error
+
+
+audit_commands.add_command(replay)
 
 
 def _anchored(path: Path) -> list[Anchored]:

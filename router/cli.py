@@ -78,7 +78,8 @@ def serve(config: Path, host: str | None, port: int | None) -> None:
 @ConfigOption
 @click.option("--name", required=True, help="Which entry of `workers` to be.")
 @click.option("--url", help="Listen here instead of the entry's url: unix:PATH or http://HOST:PORT.")
-def worker(config: Path, name: str, url: str | None) -> None:
+@click.option("--private", is_flag=True, help="Announce it to nobody and store nothing: for who knows its url.")
+def worker(config: Path, name: str, url: str | None, private: bool) -> None:
     """Run one worker in the foreground."""
     settings = _load(config)
     entries = {w.name: w for w in settings.workers}
@@ -94,14 +95,14 @@ def worker(config: Path, name: str, url: str | None) -> None:
     from workers import server
 
     fleet = settings.fleet
-    if fleet.redis.url == "embedded":
+    if fleet.redis.url == "embedded" and not private:
         from workers.embedded import EmbeddedRedis
 
         # Attaches to the router's server, or starts one where this worker runs alone.
         embedded = EmbeddedRedis(settings.redis_folder)
         embedded.start()
         fleet = fleet.model_copy(update={"redis": fleet.redis.model_copy(update={"url": embedded.url})})
-    sys.exit(server.main(fleet, name, url=listen))
+    sys.exit(server.main(fleet, name, url=listen, private=private))
 
 
 @main.command()

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
+import msgspec
+
 from policies.decide import decide
 from policies.facts import Decision, Facts
 from router import fallbacks
@@ -338,6 +340,7 @@ class Dispatcher:
                 self._recorder()
             return
         reply = course.reply
+        run, tokens = _parted(reply.run) if reply is not None and reply.run is not None else (None, None)
         ended = Ending(
             result=_result(outcome),
             status=error.status if error else reply.status if reply else 499,
@@ -345,13 +348,14 @@ class Dispatcher:
             transport=course.transport,
             error=(error.code or error.type) if error else reply.error if reply else None,
             usage=reply.usage if reply else Usage(),
-            run=reply.run if reply else None,
+            run=run,
             fingerprints=self._fingerprints(course) if course.transport == "cache" else {},
             tried=tuple([t.deployment for t in course.tries]),
             ttft_ms=course.ttft_ms,
             total_ms=(time.perf_counter() - course.call.started) * 1000,
             answer=self._kept_answer(course, answer),
             hint=None if reply is None or reply.hint is None else reply.hint.encode(),
+            tokens=tokens,
         )
         await self.audit.outcome(course.call, course.decision, ended)
 
@@ -412,6 +416,15 @@ class Dispatcher:
         view = course_view(course, event)
         if view is not None:
             self.decisions.keep(course.call.id, course.call.tenant.name, view)
+
+
+def _parted(run: msgspec.Raw) -> tuple[msgspec.Raw, bytes | None]:
+    """A worker's account as a record may show it, and the token ids, which are content."""
+    if b'"tokens":' not in bytes(run):
+        return run, None
+    members = msgspec.json.decode(run, type=dict[str, msgspec.Raw])
+    tokens = bytes(members.pop("tokens"))
+    return msgspec.Raw(msgspec.json.encode(members)), tokens
 
 
 def reserved_tokens(call: Call, facts: Facts) -> int:

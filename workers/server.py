@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -391,17 +391,18 @@ def numerics(config: WorkerConfig, device: torch.device, codec: str) -> str:
     return ", ".join(parts)
 
 
-async def beat(worker: Worker, registry: Registry, every: float) -> None:
-    """Write the heartbeat for ever; end the process when the engine has failed."""
+async def beat(worker: Worker, registry: Registry | None, every: float) -> None:
+    """Write the heartbeat for ever, where there is a registry; end the process when the engine has failed."""
     while True:
         if worker.engine.failed is not None or not worker.engine.alive:
             log.error("engine is gone; ending", worker=worker.config.name)
             os._exit(1)
-        await registry.publish(worker.state())
+        if registry is not None:
+            await registry.publish(worker.state())
         await asyncio.sleep(every)
 
 
-async def serve(worker: Worker, registry: Registry, *, every: float = 1.0) -> None:
+async def serve(worker: Worker, registry: Registry | None, *, every: float = 1.0) -> None:
     """Serve until SIGTERM; what runs then has a few seconds to end."""
     kind, _, place = worker.url.partition(":")
     if kind == "unix":
@@ -431,12 +432,16 @@ async def serve(worker: Worker, registry: Registry, *, every: float = 1.0) -> No
         heart.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await heart
-        await registry.withdraw(worker.state())
-        await registry.close()
+        if registry is not None:
+            await registry.withdraw(worker.state())
+            await registry.close()
 
 
-def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None = None) -> int:
-    """The worker's process. Exit status 1 when nothing of what its config names could be loaded."""
+def main(fleet: Fleet, name: str, *, url: str, private: bool = False) -> int:
+    """The worker's process. A private one stands in no registry and stores nothing."""
+    if private:
+        store = fleet.store.model_copy(update={"dir": None, "shared": None, "ram_bytes": 0})
+        fleet = fleet.model_copy(update={"store": store})
     config = next(w for w in fleet.workers if w.name == name)
     _die_with_parent()
     _quiet_logs()
@@ -452,7 +457,7 @@ def main(fleet: Fleet, name: str, *, url: str, ready: Callable[[], None] | None 
     engine.start()
     worker = Worker(config, holdings, engine, url)
     holdings.load_in_background(engine)
-    registry = Registry(fleet.redis)
+    registry = None if private else Registry(fleet.redis)
     try:
         asyncio.run(serve(worker, registry))
     finally:

@@ -16,7 +16,17 @@ from router.call import Call, Reply
 from router.demotion import Demotion
 from router.errors import Refused, TransportError, Unavailable
 from router.transports.openai_http import Pools, Target, exchange
-from workers.protocol import DEADLINE_MS, KV_ENCRYPT, KV_MAX_BYTES, KV_TTL, TENANT, ModelState, PairState, WorkerState
+from workers.protocol import (
+    DEADLINE_MS,
+    KV_ENCRYPT,
+    KV_MAX_BYTES,
+    KV_TTL,
+    RECORD,
+    TENANT,
+    ModelState,
+    PairState,
+    WorkerState,
+)
 
 Role = Literal["pair", "model"]
 
@@ -138,13 +148,13 @@ class OnWorker:
 def scope(call: Call) -> dict[str, str]:
     """Headers that say whose KV may be read and written, and by when the answer is wanted."""
     headers: dict[str, str] = {}
+    if call.tenant.audit.content == "full":
+        headers[RECORD] = "1"
     kv = call.tenant.kv
     if kv.reuse != "none":
         headers[TENANT] = call.tenant.name
         headers[KV_TTL] = str(int(kv.ttl))
         headers[KV_MAX_BYTES] = str(kv.max_bytes)
-        if kv.encrypt:
-            headers[KV_ENCRYPT] = "1"
         if kv.encrypt:
             headers[KV_ENCRYPT] = "1"
     if call.deadline is not None:

@@ -67,7 +67,7 @@ class Relay:
         hint, spent = await self._ask(call, messages)
         fields = dict(call.fields)
         if hint:
-            fields["messages"] = _raw(place(messages, f"{TELL}\n{hint}\n{END}"))
+            fields["messages"] = _raw(for_receiver(messages, hint))
         receiver = replace(call, id=f"{call.id}-answer", model=self._receiver, fields=fields, hint="text", pinned=None)
         return _joined(await self._answer(receiver), hint, spent)
 
@@ -86,11 +86,10 @@ class Relay:
             raise Unavailable(f"The relay's receiver failed: {error.message}", code="relay_receiver_failed") from error
 
     async def _ask(self, call: Call, messages: list[Message]) -> tuple[str, Usage]:
-        readable = [m for m in messages if m.get("role") in _READ_BY_SHARER and m.get("content")]
         fields = {name: call.fields[name] for name in _KEPT_FOR_SHARER if name in call.fields}
         fields |= {
             "model": _raw(self._sharer),
-            "messages": _raw(place(readable, ASK)),
+            "messages": _raw(for_sharer(messages)),
             "max_tokens": _raw(self._max_hint_tokens),
             "temperature": _raw(0),
         }
@@ -116,6 +115,21 @@ class Relay:
             return _hint_of(reply)
         finally:
             await reply.aclose()
+
+
+def for_sharer(messages: list[Message]) -> list[Message]:
+    """What the sharer reads: the conversation's texts, and what it is asked for."""
+    return place([m for m in messages if m.get("role") in _READ_BY_SHARER and m.get("content")], ASK)
+
+
+def for_receiver(messages: list[Message], hint: str) -> list[Message]:
+    """What the receiver reads: the conversation with the hint, which is not empty."""
+    return place(messages, f"{TELL}\n{hint}\n{END}")
+
+
+def hint_in(text: str) -> str:
+    """The hint of a sharer's answer: one that contained a mark would pass what follows for no hint."""
+    return text.strip().replace(END, "").replace(TELL, "").strip()
 
 
 def place(messages: list[Message], text: str) -> list[Message]:
@@ -153,11 +167,10 @@ def _raw(value: object) -> msgspec.Raw:
 def _hint_of(reply: Reply) -> tuple[str, Usage]:
     try:
         answer = _answer.decode(reply.body)
-        hint = (answer.choices[0].message.content or "").strip()
+        hint = hint_in(answer.choices[0].message.content or "")
     except (msgspec.DecodeError, IndexError):
         raise TransportError("The relay's sharer gave no readable answer.", code="relay_sharer_failed") from None
-    # A hint that contains the mark would pass what follows for something that is not the hint.
-    return hint.replace(END, "").replace(TELL, "").strip(), reply.usage
+    return hint, reply.usage
 
 
 def _joined(reply: Reply, hint: str, spent: Usage) -> Reply:

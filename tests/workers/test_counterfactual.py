@@ -97,10 +97,15 @@ def test_a_score_is_the_mean_log_probability_of_the_answers_tokens(tiny: Loaded,
     assert told > worse
 
 
-def lite_pair(folder: Path, sharer: Loaded, receiver: Loaded) -> Path:
-    """An untrained pair folder: hands the sharer's layers over as they are."""
+def lite_pair(folder: Path, sharer: Loaded, receiver: Loaded, seed: int | None = None) -> Path:
+    """An untrained pair folder: hands the sharer's layers over as they are, or with a seed changed at random."""
     layers = tuple(range(receiver.shape.layers))
-    fuser: LiteFuser = fresh(LiteShape(sharer.shape, receiver.shape, layers, 4), torch.float32, 0).save(folder)
+    made = fresh(LiteShape(sharer.shape, receiver.shape, layers, 4), torch.float32, 0)
+    if seed is not None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made.net.direct.data.normal_(std=0.5)
+    fuser: LiteFuser = made.save(folder)
     sides = [Party(m.name, m.digests.weights, m.digests.tokenizer, m.digests.template) for m in (sharer, receiver)]
     info = FuserInfo("lite", fuser.digest, fuser.shape.as_json(), fuser.parameters)
     write(folder, "pair.json", PairFile(FORMAT, "duo", "handover", "prompt", sides[0], sides[1], info))
