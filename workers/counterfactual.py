@@ -128,6 +128,6 @@ class Scored:
             before = torch.cat((logits, out.logits[0, :-1])).float()
             likely.append(before.log_softmax(-1).gather(1, ids[:, None]))
             logits = out.logits[0, -1:]
-            yield
+            yield None
         read.spent.score = float(torch.cat(likely).mean())
         return Prefilled(into.kv(), logits[0], read.spent)

@@ -1,8 +1,8 @@
 """The engine: one thread that owns the device, and a running batch that requests join and leave.
 
-Each turn of the loop gives every running answer its next token, then lets one prompt read one chunk. So a long prompt
-delays others by one chunk at most, and an answer that ends frees its place at once. The engine knows runtimes and
-token ids; it knows no HTTP and no message format.
+Each turn of the loop gives every running answer its next token, then reads one chunk of a long prompt, or as many short
+ones as fit into a chunk. So prompts delay running answers by one chunk at most, and an answer that ends frees its place
+at once. The engine knows runtimes and token ids; it knows no HTTP and no message format.
 
 An unexpected error ends the thread and with it the process: whoever supervises the worker starts it anew, which is
 safer than going on with a state that nobody foresaw.
@@ -115,6 +115,8 @@ class Job:
     device_s: float = 0.0
     """Seconds the device worked for this job, in steps shared with others its share."""
     steps: Steps[Prefilled] | None = None
+    asks: int = 0
+    """Tokens that its next step computes."""
     prefilled: Prefilled | None = None
     open: int = 0
     """Choices still running."""
@@ -285,8 +287,7 @@ class Engine:
             if batch.choices:
                 self._decode(batch)
         self._begin()
-        if self._reading:
-            self._read_chunk()
+        self._read()
 
     def _receive(self) -> None:
         """Take new jobs; wait for one when there is nothing else to do."""
@@ -348,21 +349,35 @@ class Engine:
             self._reading.append(job)
             taken += job.request.sampling.n
 
-    def _read_chunk(self) -> None:
-        """One chunk of the oldest prompt that is being read."""
-        job = self._reading[0]
+    def _read(self) -> None:
+        """Prompts, the oldest first, as long as they fit into one chunk: so long do running answers wait."""
+        left: int | None = None
+        while self._reading:
+            job = self._reading[0]
+            if left is not None and job.asks > left:
+                return
+            left = (job.runtime.chunk if left is None else left) - job.asks
+            if not self._read_on(job):
+                return
+
+    def _read_on(self, job: Job) -> bool:
+        """One step of one prompt. False when others must have their turn before the next."""
         if job.steps is None:
             raise AssertionError("a job that is read has steps")
         began = time.perf_counter()
         try:
-            next(job.steps)
-            job.device_s += time.perf_counter() - began
+            asks = next(job.steps)
         except StopIteration as end:
             job.device_s += time.perf_counter() - began
             self._reading.popleft()
             self._answer(job, end.value)
+            return True
         except WorkerError as error:
             self._fail(job, error)
+            return True
+        job.device_s += time.perf_counter() - began
+        job.asks = asks or 0
+        return asks is not None
 
     def _answer(self, job: Job, prefilled: Prefilled) -> None:
         """The prompt is read: choose first tokens, and let the choices join the batch."""

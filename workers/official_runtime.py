@@ -124,7 +124,7 @@ class AlignedPair:
                 spent.sharer_s += spent.compute_s - began
             if part in fused:
                 changed.append(self._fuse(target, source, ours, theirs, part, spent))
-                yield
+                yield None
         logits = yield from self._read(self.decoder, target, ours, len(ours.ids), spent)
         spent.computed_tokens = len(ours.ids)
         spent.change = Changed.of(changed) if changed else None
@@ -147,7 +147,7 @@ class AlignedPair:
             into.advance(end - start)
             logits = out.logits[0, -1]
             spent.compute_s += time.perf_counter() - began
-            yield
+            yield None
         return logits
 
     def _fuse(

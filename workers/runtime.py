@@ -38,8 +38,9 @@ Source = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 """What a sharer reads in place of its ids, as many of them; None: it says nothing, its KV is zero."""
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work in chunks: yields after each, returns its result."""
+Steps = Generator[int | None, None, T]
+"""Work in chunks, with its result at the end. Yields, before it computes them, how many tokens come next; None where
+it only lets others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Runtime(Protocol):
     context: int
     decoder: Loaded
     """The model that answers: it decodes, and its tokenizer makes the prompt."""
+    chunk: int
+    """Tokens of a prompt that it reads in one step, at most."""
     spaces: tuple[Space, ...]
     """Where its KV is stored."""
     digests: dict[str, str]
@@ -186,7 +189,7 @@ class Reader:
         until = time.monotonic() + claim.patience
         while time.monotonic() < until and self.store.flying(claim):
             time.sleep(_POLL)
-            yield
+            yield None
         self._load(self.store, into, ids, keep, limit, tail)
         return None
 
@@ -230,10 +233,10 @@ class Reader:
         logits = torch.empty(0)
         while into.seen < len(ids):
             end = min(len(ids), (into.seen // self.chunk + 1) * self.chunk)
+            yield end - into.seen
             began = time.perf_counter()
             logits = self._forward(into, ids[into.seen : end])
             spent.compute_s += time.perf_counter() - began
-            yield
         return logits
 
     def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:
@@ -265,7 +268,7 @@ class Instead(Reader):
         instead = self._source(ids)
         if instead is None:
             into.seen = len(ids)
-            yield
+            yield None
             return torch.empty(0)
         return (yield from super().read(into, instead, spent))
 
@@ -447,7 +450,7 @@ class Paired(OneTokenizer):
         target.put(projected)
         spent.fuse_s = time.perf_counter() - clock
         self._fused.keep(ids, target.kv(), keep, start, tail=True)
-        yield
+        yield None
 
     def _project(self, sources: Listing[KVCache], own: KVCache | None, start: int) -> KVCache:
         if isinstance(self.fuser, JointFuser):

@@ -227,3 +227,17 @@ def test_device_time_is_shared_out(engine: Engine) -> None:
     assert len(runs) == 6
     assert all(0 < run.device_ms <= run.prefill_ms + run.decode_ms for run in runs)
     assert sum(run.device_ms for run in runs) <= passed
+
+
+def test_short_prompts_are_read_together_and_long_ones_in_turns(tiny: Loaded) -> None:
+    """Four prompts that fit into one chunk begin their answers in one turn; behind a long one only what fits begins."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=6, threads=1)
+    short = [Asked(engine, some_ids(8, i)) for i in range(4)]
+    long = Asked(engine, some_ids(40), max_tokens=1)
+    last = Asked(engine, some_ids(31))
+    started = []
+    with torch.inference_mode():
+        for _ in range(3):
+            engine._turn()
+            started.append([not one.events.empty() for one in (*short, long, last)])
+    assert started == [[True] * 4 + [False] * 2, [True] * 4 + [False] * 2, [True] * 5 + [False]]
