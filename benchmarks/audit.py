@@ -25,7 +25,7 @@ from aiohttp import web
 
 from router.audit_verify import verify
 from router.telemetry import configure_logging
-from tests.router.audit_attacks import ATTACKS, DAY, INSIDER, TENANTS, entry, grow, small_chain
+from tests.router.audit_attacks import ATTACKS, DAY, INSIDER, TENANTS, grow, plain
 from tests.router.gateway import Router, Seen, chunk, deployment, router, upstream
 
 YEARS = 5 * 365 * DAY
@@ -160,17 +160,6 @@ def copy(log: Path) -> Iterator[Path]:
     made = Path(shutil.copytree(log, log.with_name("copy")))
     yield made
     shutil.rmtree(made)
-
-
-def plain(root: Path, rng: random.Random) -> None:
-    """Two chains of some dozens of records in several files, with checkpoints."""
-    size = rng.randrange(20, 60)
-    for tenant in TENANTS:
-        chain = small_chain(root, tenant)
-        for start in range(0, size, 10):
-            chain.append([entry(n) for n in range(start, start + 10)])
-        if rng.random() < 0.5:
-            chain.close()
 
 
 def main() -> None:

@@ -246,6 +246,17 @@ ATTACKS: list[Attack] = [
 ]
 
 
+def plain(root: Path, rng: random.Random) -> None:
+    """Two chains of some dozens of records in several files, with checkpoints."""
+    size = rng.randrange(20, 60)
+    for tenant in TENANTS:
+        chain = small_chain(root, tenant)
+        for start in range(0, size, 10):
+            chain.append([entry(n) for n in range(start, start + 10)])
+        if rng.random() < 0.5:
+            chain.close()
+
+
 def grow(root: Path, rng: random.Random, commits: int = 12) -> list[Anchored]:
     """An honest log of two tenants as life makes it, and the heads that were anchored on the way.
 
