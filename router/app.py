@@ -30,6 +30,7 @@ from router.endpoints import PATHS, Endpoint
 from router.errors import Unrecorded
 from router.estimates import Estimates
 from router.gather import Gatherer
+from router.guardrails import Guardrails
 from router.health import Health
 from router.http import Receive, Scope, Send
 from router.lane import CacheLane, RunningCall, lane_pairs, watch_fingerprints
@@ -160,6 +161,7 @@ class App:
             limits=parts.limits,
             metrics=parts.metrics,
             lane=CacheLane(lane_pairs(settings.model_list), parts.stops, parts.standings.demotion, parts.running),
+            guardrails=Guardrails(settings.guardrails, parts.pools),
             allowances=_allowances(settings),
             decisions=parts.decisions,
             conversations=parts.conversations,

@@ -46,6 +46,8 @@ class Call:
     decided: list[tuple[Facts, Decision]] = field(default_factory=list)
     """All that was decided for this request, in order: for the group asked for, its fallback groups, a relay's halves.
     A copy made by `replace` shares it."""
+    guardrails: tuple[str, ...] = ()
+    """Names of those that apply."""
     places: list[Place] = field(default_factory=list)
     """Taken on deployments with limits of their own, to be given back. Shared in the same way."""
 

@@ -32,6 +32,7 @@ from router.errors import (
 from router.estimates import Estimates
 from router.features import output_limit
 from router.gather import Gatherer
+from router.guardrails import Guardrails
 from router.health import Health, wait_told
 from router.lane import CacheLane
 from router.limits import Grant, Limits
@@ -76,6 +77,7 @@ class Dispatcher:
     limits: Limits
     metrics: Metrics
     lane: CacheLane
+    guardrails: Guardrails
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """Limits of deployments that have some, by id."""
     decisions: Decisions = field(default_factory=Decisions)
@@ -100,6 +102,8 @@ class Dispatcher:
         """
         course = Course(call)
         try:
+            if self.guardrails or "guardrails" in call.fields or call.tenant.guardrails:
+                await self.guardrails.request(call)
             await self.label(call)
             course.facts, course.decision = self.decide(call)
             call.decided.append((course.facts, course.decision))
@@ -111,6 +115,7 @@ class Dispatcher:
             if self._regulated(call):
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
+            await self.guardrails.answer(call, course.reply)
         except BaseException as error:
             await self.finish(course, ended_by(error), error if isinstance(error, RouterError) else None)
             raise

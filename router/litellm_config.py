@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from router.guardrail_config import foreign
 from router.litellm_keys import TABLE as TABLE
 from router.litellm_keys import Class, Row
 from router.source import Path_, Source, dotted
@@ -66,7 +67,7 @@ def unsupported(written: Source) -> list[Finding]:
         Finding(dotted(path), written.line(path), row.kind, row.reason)
         for scope, path, value in _keys(written.data)
         if (row := _row(written, scope, path, value, accepted)).kind != "works" and value
-    ]
+    ] + [Finding(dotted(path), written.line(path), "refused", reason) for path, reason in _foreign(written.data)]
 
 
 def refuse(written: Source) -> None:
@@ -78,6 +79,9 @@ def refuse(written: Source) -> None:
             name = ".".join(filter(None, (scope, row.key)))
             problem = f"{row.reason}; not supported yet. To start all the same: accept_unsupported: [{name}]"
             raise written.error(path, problem)
+    for path, reason in _foreign(written.data):
+        if "guardrails" not in accepted:
+            raise written.error(path, f"{reason}. To start without it: accept_unsupported: [guardrails]")
 
 
 def supported(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def supported(data: Mapping[str, Any]) -> dict[str, Any]:
     LiteLLM's Redis keys become `redis.url`, its `json_logs` becomes `log.format`, where ours are not written.
     """
     dropped = {path for scope, path, _ in _keys(data) if not _kept(scope, str(path[-1]))}
+    dropped |= {path for path, _ in _foreign(data)}
     kept: dict[str, Any] = _without(data, dropped, ())
     kept = {key: value for key, value in kept.items() if value is not None}
     url = redis_url(kept.get("router_settings"))
@@ -158,8 +163,16 @@ def _without(value: Any, dropped: set[Path_], path: Path_) -> Any:
     if isinstance(value, Mapping):
         return {k: _without(v, dropped, (*path, k)) for k, v in value.items() if (*path, k) not in dropped}
     if isinstance(value, list):
-        return [_without(v, dropped, (*path, i)) for i, v in enumerate(value)]
+        return [_without(v, dropped, (*path, i)) for i, v in enumerate(value) if (*path, i) not in dropped]
     return value
+
+
+def _foreign(data: Mapping[str, Any]) -> Iterator[tuple[Path_, str]]:
+    """Guardrails that LiteLLM would run and we do not, each with the reason."""
+    entries = data.get("guardrails")
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if (reason := foreign(entry)) is not None:
+            yield ("guardrails", index), reason
 
 
 def _accepted(data: Mapping[str, Any]) -> frozenset[str]:

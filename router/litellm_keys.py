@@ -11,7 +11,7 @@ Class = Literal["works", "named", "refused"]
 start is refused until it is supported or listed in `accept_unsupported`."""
 
 WORKS: dict[str, str] = {
-    "": "model_list router_settings litellm_settings general_settings environment_variables",
+    "": "model_list router_settings litellm_settings general_settings environment_variables guardrails",
     "litellm_params": (
         "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
         "stream_timeout max_retries num_retries rpm tpm max_parallel_requests max_budget budget_duration weight order "
@@ -144,7 +144,7 @@ NAMED: dict[str, dict[str, str]] = {
 
 REFUSED: dict[str, dict[str, str]] = {
     "": {
-        "requests would run without this check": "guardrails policies policy_attachments policy_templates",
+        "requests would run without this check": "policies policy_attachments policy_templates",
         "the named files would not be read": "include",
         "deployments would run without these credentials": "credential_list",
     },

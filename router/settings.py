@@ -26,6 +26,7 @@ from router.deployments import LocalParams as LocalParams
 from router.deployments import ModelInfo as ModelInfo
 from router.deployments import RelayParams as RelayParams
 from router.deployments import number, price
+from router.guardrail_config import GuardrailConfig
 from router.prices import table_path
 from router.retries import AllowedFails, RetryPolicy
 from router.source import ConfigError as ConfigError
@@ -223,6 +224,7 @@ class Settings(BaseSettings):
     router_settings: RouterSettings = RouterSettings()
     litellm_settings: LiteLLMSettings = LiteLLMSettings()
     general_settings: GeneralSettings = GeneralSettings()
+    guardrails: tuple[GuardrailConfig, ...] = ()
     environment_variables: dict[str, str] = Field(default_factory=dict, repr=False)
     accept_unsupported: tuple[str, ...] = ()
     """Keys that protect and that we do not support, accepted by name all the same."""

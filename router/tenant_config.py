@@ -82,6 +82,8 @@ class TenantConfig(Policy):
     kv: KVPolicy = KVPolicy()
     audit: AuditPolicy = AuditPolicy()
     use_cases: tuple[BoundUseCase, ...] = ()
+    guardrails: tuple[str, ...] = ()
+    """Names among the configuration's `guardrails` that apply besides those that always do."""
     classifier: Classifier | None = None
     """Labels requests by what they say; what it does not answer in time is missing."""
 

@@ -45,6 +45,8 @@ class Tenant:
     """What is written about the tenant, as `TenantConfig.record`."""
     use_case: str | None = None
     """Of the policy's use cases, the one that the key at hand is bound to."""
+    guardrails: tuple[str, ...] = ()
+    """Those that apply besides the ones that always do."""
     labeller: Labeller | None = None
     """Where the policy asks for labels."""
 
@@ -62,6 +64,7 @@ class Tenant:
             budget_duration=config.budget_duration,
             digest=config.digest,
             record=config.record,
+            guardrails=config.guardrails,
             labeller=Labeller(config.labels, config.classifier) if config.labels else None,
         )
 
@@ -180,9 +183,13 @@ class TenantSource:
         written = settings.tenants
         self._bases = {}
         configs = _folder(written, settings, self._bases) if isinstance(written, Path) else tuple(written or ())
+        guardrails = {one.guardrail_name for one in settings.guardrails}
         by_name: dict[str, Tenant] = {}
         by_digest: dict[str, tuple[str, Tenant]] = {}
         for config in configs:
+            unknown = next((n for n in config.guardrails if n not in guardrails), None)
+            if unknown is not None:
+                raise ConfigError(f"tenants: {config.name!r} names the guardrail {unknown!r}, which is not configured")
             if config.name in by_name:
                 raise ConfigError(f"tenants: the name {config.name!r} is used twice")
             tenant = by_name[config.name] = Tenant.of(config)

@@ -67,7 +67,10 @@ def test_file_is_accepted_as_it_is() -> None:
 
 
 PROTECTS = [
-    "guardrails: [{guardrail_name: pii}]",
+    "guardrails: [{guardrail_name: pii, litellm_params: {guardrail: presidio, mode: pre_call}}]",
+    "guardrails: [{guardrail_name: x, litellm_params: {guardrail: generic_guardrail_api, mode: logging_only}}]",
+    "guardrails: [{guardrail_name: x, litellm_params: {guardrail: generic_guardrail_api, mode: pre_call, "
+    "unreachable_fallback: fail_open}}]",
     "include: [other.yaml]",
     "credential_list: [{credential_name: c}]",
     "general_settings: {custom_auth: auth.check}",

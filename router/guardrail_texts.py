@@ -1,0 +1,140 @@
+"""Where text stands in OpenAI's bodies, for guardrails to read and rewrite. Knows the four doors, and no guardrail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Place = tuple[Any, Any]
+"""A list or mapping, and the index or key at which a text stands in it."""
+
+_PART_TEXTS = ("text", "refusal")
+_MESSAGE_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+class Unreadable(ValueError):
+    """What should be read holds no text: token ids, or another shape than OpenAI's."""
+
+
+@dataclass(slots=True)
+class Texts:
+    """The texts of one body, in their order, and the addresses of its images."""
+
+    places: list[Place] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        return tuple(container[key] for container, key in self.places)
+
+    def write(self, texts: Sequence[str]) -> None:
+        """Put other texts in their places; as many as `read` gave."""
+        for (container, key), text in zip(self.places, texts, strict=True):
+            container[key] = text
+
+
+def of_request(path: str, body: dict[str, Any]) -> Texts:
+    """What a request says. `body` is decoded and may be written to. Raises Unreadable."""
+    found = Texts()
+    match path:
+        case "/chat/completions":
+            for message in _list(body.get("messages"), "messages"):
+                _message(found, message, "messages")
+        case "/responses":
+            _text(found, body, "instructions")
+            if isinstance(body.get("input"), str):
+                _text(found, body, "input")
+            else:
+                for item in _list(body.get("input") or [], "input"):
+                    _item(found, item)
+        case "/completions":
+            _plain(found, body, "prompt")
+            _text(found, body, "suffix")
+        case "/embeddings":
+            _plain(found, body, "input")
+    return found
+
+
+def of_answer(body: dict[str, Any]) -> Texts:
+    """What an answer says, of whichever door. Raises Unreadable."""
+    found = Texts()
+    for choice in _list(body.get("choices") or [], "choices"):
+        if not isinstance(choice, dict):
+            raise Unreadable("choices")
+        _text(found, choice, "text")
+        if choice.get("message") is not None:
+            _message(found, choice["message"], "choices")
+    for item in _list(body.get("output") or [], "output"):
+        _item(found, item)
+    _text(found, body, "output_text")
+    return found
+
+
+def _message(found: Texts, message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise Unreadable(where)
+    for name in _MESSAGE_TEXTS:
+        if isinstance(message.get(name), list):
+            _parts(found, message[name])
+        else:
+            _text(found, message, name)
+    for call in _list(message.get("tool_calls") or [], "tool_calls"):
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            _text(found, call["function"], "arguments")
+    if isinstance(message.get("function_call"), dict):
+        _text(found, message["function_call"], "arguments")
+
+
+def _item(found: Texts, item: Any) -> None:
+    """One item of `/responses`: a message, a tool's call or what a tool gave back."""
+    if not isinstance(item, dict):
+        raise Unreadable("input")
+    for name in ("content", "summary", "output"):
+        if isinstance(item.get(name), list):
+            _parts(found, item[name])
+        else:
+            _text(found, item, name)
+    _text(found, item, "arguments")
+
+
+def _parts(found: Texts, parts: list[Any]) -> None:
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            found.places.append((parts, index))
+        elif isinstance(part, dict):
+            for name in _PART_TEXTS:
+                _text(found, part, name)
+            found.images.extend(_image(part))
+
+
+def _image(part: dict[str, Any]) -> Iterator[str]:
+    image = part.get("image_url")
+    address = image.get("url") if isinstance(image, dict) else image
+    if isinstance(address, str):
+        yield address
+
+
+def _plain(found: Texts, body: dict[str, Any], name: str) -> None:
+    """A text or a list of texts."""
+    value = body.get(name)
+    if isinstance(value, list):
+        if not all(isinstance(text, str) for text in value):
+            raise Unreadable(name)
+        found.places.extend((value, index) for index in range(len(value)))
+    else:
+        _text(found, body, name)
+
+
+def _text(found: Texts, container: dict[str, Any], name: str) -> None:
+    value = container.get(name)
+    if isinstance(value, str):
+        found.places.append((container, name))
+    elif value is not None and name in ("content", "prompt", "input"):
+        raise Unreadable(name)
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Unreadable(name)
+    return value
