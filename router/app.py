@@ -44,6 +44,7 @@ from router.stops import Stops
 from router.stops_file import Stop
 from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
+from router.till import Till
 from router.transports.base import Transport
 from router.transports.cache import Fleet, KnownFleet, OnWorker, Role
 from router.transports.openai_http import Pools
@@ -158,7 +159,7 @@ class App:
             gatherer=gatherer,
             health=health,
             estimates=parts.estimates,
-            limits=parts.limits,
+            till=Till(parts.limits, gatherer.tariffs),
             metrics=parts.metrics,
             lane=CacheLane(lane_pairs(settings.model_list), parts.stops, parts.standings.demotion, parts.running),
             guardrails=Guardrails(settings.guardrails, parts.pools),

@@ -61,6 +61,8 @@ class Outcome:
     """Digests of what ran: pair, models, tokenizers."""
     tried: tuple[str, ...] = ()
     """Deployments that failed before, in order."""
+    cost: float | None = None
+    """USD."""
     ttft_ms: float | None = None
     total_ms: float | None = None
     answer: bytes | None = None
@@ -360,6 +362,7 @@ def _outcome(asked: dict[str, Any], facts: list[Facts], outcome: Outcome) -> dic
         "error": outcome.error,
         "tried": outcome.tried,
         "usage": outcome.usage,
+        "cost": outcome.cost,
         "run": None if outcome.run is None else msgspec.json.decode(outcome.run),
         "fingerprints": outcome.fingerprints,
         "ttft_ms": outcome.ttft_ms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,8 @@ class Reply:
     """`perf_counter` when the first content frame arrived."""
     error: str | None = None
     """Code of what ended the stream early."""
+    cost: Callable[[], float] | None = None
+    """USD, once it has ended, where others than the deployment that was asked gave it: a relay's halves."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
 

@@ -14,7 +14,6 @@ from policies.facts import Decision, Estimate, Facts
 from router.call import Call, Reply
 from router.errors import RouterError, TransportError
 from router.limits import Grant
-from router.prices import FREE, Price
 from router.telemetry import Event, Outcome
 
 View = dict[str, Any]
@@ -42,8 +41,8 @@ class Course:
     reply: Reply | None = None
     deployment: str | None = None
     transport: str | None = None
-    price: Price = FREE
-    """Of the deployment that answered."""
+    asked: float = 0.0
+    """`perf_counter` when the deployment that answered was asked."""
     cost: float | None = None
     """USD; known once the books are closed."""
     upstream_s: float = 0.0

@@ -140,12 +140,16 @@ class LocalParams(_OnWorkers):
     """Text lane: one model of a worker, alone; a name among `models`."""
 
     model: str
+    device_hour_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """What an hour of the worker's device costs; null takes what the worker's own entry says."""
 
 
 class CacheParams(_OnWorkers):
     """Cache lane: a name among `pairs`."""
 
     pair: str
+    device_hour_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """As in `local_params`; it pays for both models."""
 
 
 class Latency(Config):

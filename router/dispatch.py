@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, assert_never
 
 import msgspec
@@ -25,6 +26,7 @@ from router.errors import (
     RouterError,
     TooManyRequests,
     TransportError,
+    Unaffordable,
     Unavailable,
     UnknownModel,
     Unrecorded,
@@ -35,12 +37,13 @@ from router.gather import Gatherer
 from router.guardrails import Guardrails
 from router.health import Health, wait_told
 from router.lane import CacheLane
-from router.limits import Grant, Limits
+from router.limits import Grant
 from router.places import Allowance, Place, give_back, take
 from router.refusal import refusal
 from router.retries import kind_of
 from router.settings import Settings
 from router.telemetry import Metrics, Outcome, log_request
+from router.till import Till
 from router.transports.base import Transport
 
 LONGEST_WAIT = 3.0
@@ -74,7 +77,7 @@ class Dispatcher:
     gatherer: Gatherer
     health: Health
     estimates: Estimates
-    limits: Limits
+    till: Till
     metrics: Metrics
     lane: CacheLane
     guardrails: Guardrails
@@ -110,8 +113,7 @@ class Dispatcher:
             refused = refusal(course.decision)
             if refused is not None and not fallbacks.after(self.settings.routing, course.decision.model, refused):
                 raise refused
-            cost = self._reserved_cost(course.facts, course.decision)
-            course.grant = await self.limits.admit(call.tenant, reserved_tokens(call, course.facts), cost)
+            course.grant = await self.till.admit(call, course.facts, course.decision)
             if self._regulated(call):
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
@@ -128,6 +130,7 @@ class Dispatcher:
         course.decision = decide(call.tenant.policy, course.facts)
         call.decided.append((course.facts, course.decision))
         reply = await self._run(course, refusal(course.decision), relayed=True)
+        course.reply, reply.cost = reply, partial(self.till.part, course)
         if course.deployment is not None:
             self.health.succeeded(course.deployment)
             self.metrics.end(course.deployment)
@@ -149,9 +152,9 @@ class Dispatcher:
         if course.deployment is not None:
             self.metrics.end(course.deployment)
         self.lane.left(course.call, course.deployment, outcome)
-        cost = course.cost = self._cost(course)
+        cost = course.cost = self.till.bill(course)
         if course.grant is not None:
-            await self.limits.settle(course.grant, _used_tokens(course, outcome), cost)
+            await self.till.limits.settle(course.grant, _used_tokens(course, outcome), cost)
         await self._give_places_back(course.call)
         try:
             await self._record(course, outcome, error, answer)
@@ -217,9 +220,13 @@ class Dispatcher:
         for id in decision.ranked:
             deployment = self.deployments[id]
             try:
+                await self.till.afford(course, id)
                 return await self._try(course, call, deployment)
             except Refused:
                 raise
+            except Unaffordable as error:
+                course.failed(id, error)
+                last = last or error
             except TransportError as error:
                 last = error
                 self._maybe_again(again, deployment, call.model, error)
@@ -278,13 +285,13 @@ class Dispatcher:
             if isinstance(error, TransportError):
                 self._failed(course, deployment.id, error)
             if grant is not None:
-                await self.limits.settle(grant, 0)
+                await self.till.limits.settle(grant, 0)
             raise
         finally:
             course.upstream_s += time.perf_counter() - asked
         if grant is not None:
             call.places.append(Place(grant, reply, deployment.price))
-        course.deployment, course.transport, course.price = deployment.id, deployment.transport, deployment.price
+        course.deployment, course.transport, course.asked = deployment.id, deployment.transport, asked
         course.spare = call.model if call.model != course.call.model else None
         return reply
 
@@ -295,7 +302,7 @@ class Dispatcher:
             return None
         asked, allowed = (course.facts.prompt_tokens if course.facts else 0), output_limit(call) or 0
         try:
-            return await take(self.limits, allowance, asked + allowed, deployment.price.of(asked, allowed))
+            return await take(self.till.limits, allowance, asked + allowed, deployment.price.of(asked, allowed))
         except TransportError as error:
             course.failed(deployment.id, error)
             raise
@@ -304,7 +311,7 @@ class Dispatcher:
         """Settle the places of a call, or only that of one half of a relay."""
         for place in [p for p in call.places if only is None or p.reply is only]:
             call.places.remove(place)
-            await give_back(self.limits, place)
+            await give_back(self.till.limits, place)
 
     def _failed(self, course: Course, deployment: str, error: TransportError) -> None:
         course.failed(deployment, error)
@@ -353,6 +360,7 @@ class Dispatcher:
             transport=course.transport,
             error=(error.code or error.type) if error else reply.error if reply else None,
             usage=reply.usage if reply else Usage(),
+            cost=course.cost,
             run=run,
             fingerprints=self._fingerprints(course) if course.transport == "cache" else {},
             tried=tuple([t.deployment for t in course.tries]),
@@ -398,21 +406,6 @@ class Dispatcher:
                 total_ms=(time.perf_counter() - course.call.started) * 1000,
             )
 
-    def _reserved_cost(self, facts: Facts, decision: Decision) -> float:
-        """USD that the first choice is expected to cost: calls sent together do not all pass under one budget."""
-        for d in facts.deployments:
-            if d.id == decision.chosen:
-                price = self.deployments[d.id].price
-                return d.estimate.cost if d.estimate else price.of(facts.prompt_tokens, facts.output_tokens)
-        return 0.0
-
-    def _cost(self, course: Course) -> float:
-        reply = course.reply
-        if reply is None or not reply.usage.known:
-            return 0.0
-        used = reply.usage
-        return course.price.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
-
     def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float) -> None:
         limit = error.headers.get("x-twolane-limit") if isinstance(error, TooManyRequests) else None
         event = course.event(outcome, error, cost, limit)
@@ -430,11 +423,6 @@ def _parted(run: msgspec.Raw) -> tuple[msgspec.Raw, bytes | None]:
     members = msgspec.json.decode(run, type=dict[str, msgspec.Raw])
     tokens = bytes(members.pop("tokens"))
     return msgspec.Raw(msgspec.json.encode(members)), tokens
-
-
-def reserved_tokens(call: Call, facts: Facts) -> int:
-    """Tokens a call is charged before it runs: what it asks, and what it allows in answer if it says so."""
-    return facts.prompt_tokens + (output_limit(call) or 0)
 
 
 def ended_by(error: BaseException) -> Outcome:

@@ -9,6 +9,7 @@ RouterError
 ├── Unrecorded           503  a regulated answer could not be recorded, so there is none
 └── TransportError            the deployment failed before the first frame
     ├── Refused               the upstream answered an error that is the caller's own: passed on, never retried
+    ├── Unaffordable     429  not asked: the tenant's budget has no room for what it is expected to cost
     ├── Unavailable      503  connection refused, reset, 5xx, overloaded
     └── TimedOut         504
 """
@@ -98,6 +99,12 @@ class Refused(TransportError):
 
     status, type = 400, "invalid_request_error"
     code: str | None = None
+
+
+class Unaffordable(TransportError):
+    """The deployment was not asked, because the tenant's budget has no room for it. Held against nobody."""
+
+    status, type, code = 429, "rate_limit_error", "budget_exceeded"
 
 
 class Unavailable(TransportError):

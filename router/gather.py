@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Transport
+from router.bills import Tariff, tariffs
 from router.call import Call
 from router.conversations import Conversations, identity, share
 from router.demotion import Demotion
@@ -15,7 +16,6 @@ from router.deployments import Deployment, Kind
 from router.estimates import Estimates
 from router.features import CANNOT, needs, output_limit, prompt_tokens, turns_before_question
 from router.health import Health
-from router.prices import Price
 from router.settings import Settings
 from router.telemetry import Metrics
 from router.transports.cache import Fleet, Holder, Role, held
@@ -36,12 +36,12 @@ class _Entry:
     cannot: frozenset[str]
     weight: float
     order: int
-    price: Price
+    tariff: Tariff
     plain: bool
     """No worker and no relay stands behind it: nothing about it has to be looked up."""
 
     @classmethod
-    def of(cls, deployment: Deployment) -> _Entry:
+    def of(cls, deployment: Deployment, tariff: Tariff) -> _Entry:
         return cls(
             deployment,
             deployment.transport,
@@ -50,7 +50,7 @@ class _Entry:
             CANNOT[deployment.kind],
             deployment.weight,
             deployment.order,
-            deployment.price,
+            tariff,
             deployment.kind in ("http", "litellm"),
         )
 
@@ -80,7 +80,8 @@ class Gatherer:
         self._demotion = demotion
         self._stopped = stopped
         self._primed: dict[str, str] = {}
-        self._entries = {d.id: _Entry.of(d) for d in settings.model_list}
+        self.tariffs = tariffs(settings)
+        self._entries = {d.id: _Entry.of(d, self.tariffs[d.id]) for d in settings.model_list}
         self._strategy = settings.routing.strategy
         for deployment in settings.model_list:
             told = deployment.model_info.latency
@@ -184,11 +185,18 @@ class Gatherer:
         )
 
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:
-        id = entry.deployment.id
+        id, tariff = entry.deployment.id, entry.tariff
         output = expected_output(self._estimates.usual_output(id), limit)
-        return self._estimates.predict(
-            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=entry.price.of(prompt, output)
+        estimate = self._estimates.predict(
+            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=tariff.expected(prompt, output)
         )
+        if estimate is None or not tariff.device_usd_s:
+            return estimate
+        # Waiting for others costs nothing: the device's time is what the answer would take alone.
+        alone = estimate
+        if queue:
+            alone = self._estimates.predict(id, prompt_tokens=prompt, output_tokens=output) or estimate
+        return replace(estimate, cost=tariff.expected(prompt, output, alone.total_p50 / 1000))
 
     def _prime(self, deployment: str, holder: Holder, name: str) -> None:
         """A worker's own rates stand until answers tell better; a restarted worker measured anew."""

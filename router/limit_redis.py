@@ -100,11 +100,20 @@ return 1
 """
 
 
+_SPEND = """
+local spent = tonumber(redis.call('HGET', KEYS[1], 'b' .. ARGV[1]) or '0')
+if spent + tonumber(ARGV[2]) > tonumber(ARGV[3]) then return 0 end
+redis.call('HINCRBYFLOAT', KEYS[1], 'b' .. ARGV[1], ARGV[2])
+return 1
+"""
+"""KEYS: hash. Answers whether the budget had room. The hash expires as `_ADMIT` said."""
+
+
 def _digest(script: str) -> str:
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
-_ADMIT_SHA, _SETTLE_SHA = _digest(_ADMIT), _digest(_SETTLE)
+_ADMIT_SHA, _SETTLE_SHA, _SPEND_SHA = _digest(_ADMIT), _digest(_SETTLE), _digest(_SPEND)
 
 
 def _keys(tenant: str) -> tuple[str, str]:
@@ -128,7 +137,7 @@ class Shared:
     """Counters in Redis. Each method queues its command at once; the future holds the answer or `Away`."""
 
     def __init__(self, url: str, timeout: float, clock: Callable[[], float] | None) -> None:
-        self._lines = Lines(url, timeout=timeout, scripts=(_ADMIT, _SETTLE), callbacks=self._callbacks)
+        self._lines = Lines(url, timeout=timeout, scripts=(_ADMIT, _SETTLE, _SPEND), callbacks=self._callbacks)
         self._clock = clock
         self._failures: dict[str, int] = {}
         """In a row, by node."""
@@ -169,6 +178,12 @@ class Shared:
             repr(LEASE_S),
         )
         return self._lines.ask(keys[0], command, _read_admit)
+
+    def spend(self, tenant: Limited, taken: Taken, cost: float) -> asyncio.Future[bool]:
+        """Take more money for an admitted request; whether the budget has room for it."""
+        key = _keys(tenant.name)[0]
+        command = ("EVALSHA", _SPEND_SHA, 1, key, taken.period, repr(cost), _or_none(tenant.max_budget))
+        return self._lines.ask(key, command, bool)
 
     def settle(
         self, tenant: str, id: str, taken: Taken, tokens: int, cost: float, keep_s: float

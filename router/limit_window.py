@@ -125,6 +125,20 @@ class Window:
                 return (bucket + BUCKETS) * BUCKET_S - now
         return float(BUCKETS * BUCKET_S)
 
+    def spend(self, tenant: Limited, taken: Taken, cost: float) -> bool:
+        """Take more money for an admitted request, if the budget of the period it was counted in has room."""
+        if taken.period != self.period:
+            return True
+        if tenant.max_budget is not None and self.spent + cost > tenant.max_budget:
+            return False
+        self.spent += cost
+        return True
+
+    def unspend(self, taken: Taken, cost: float) -> None:
+        """As if `spend` had never been: someone else refused."""
+        if taken.period == self.period:
+            self.spent = max(self.spent - cost, 0.0)
+
     def correct(self, taken: Taken, tokens: int, cost: float) -> None:
         """Give the slot back and add what really was, minus what was reserved (either may be negative)."""
         self.running -= 1

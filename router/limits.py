@@ -44,6 +44,8 @@ class Grant:
     local: Taken | None = None
     shared: Taken | None = None
     """None while Redis does not know of it."""
+    untold: float = 0.0
+    """Part of `cost` that Redis does not know of."""
     settled: bool = False
 
 
@@ -122,6 +124,31 @@ class Limits:
                 raise _refusal(tenant, full)
         return grant
 
+    async def afford(self, grant: Grant, cost: float) -> bool:
+        """Raise what is reserved in USD to `cost`, if it is less; False where the budget has no room for that."""
+        more = cost - grant.cost
+        tenant = grant.tenant
+        if more <= 0 or grant.settled or tenant is None or grant.local is None or tenant.max_budget is None:
+            return True
+        window = self._windows[tenant.name]
+        if not window.spend(tenant, grant.local, more):
+            return False
+        grant.cost += more
+        grant.untold += more
+        if self._shared is None or not self._shared.up or grant.shared is None:
+            return True
+        try:
+            fits = await asyncio.shield(self._shared.spend(tenant, grant.shared, more))
+        except Away:
+            return True
+        if fits:
+            grant.untold -= more
+            return True
+        window.unspend(grant.local, more)
+        grant.cost -= more
+        grant.untold -= more
+        return False
+
     async def settle(self, grant: Grant, usage_tokens: int, cost: float = 0.0) -> None:
         """Give the slot back, and put what was really used in place of what was reserved.
 
@@ -167,7 +194,7 @@ class Limits:
         assert grant.local is not None  # noqa: S101 - an admitted grant was counted here first
         at, used, spent = grant.local, 0, cost
         if grant.shared is not None:
-            at, used, spent = grant.shared, tokens - grant.tokens, cost - grant.cost
+            at, used, spent = grant.shared, tokens - grant.tokens, cost - grant.cost + grant.untold
         if tenant.max_budget is None:
             spent = 0.0
         keep = tenant.budget_duration or BUDGET_KEPT_S

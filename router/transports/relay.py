@@ -64,12 +64,12 @@ class Relay:
         if call.path != "/chat/completions":
             raise Refused("A relay answers chat completions only.", param="model", code="unsupported_endpoint")
         messages = _read(call)
-        hint, spent = await self._ask(call, messages)
+        hint, spent, paid = await self._ask(call, messages)
         fields = dict(call.fields)
         if hint:
             fields["messages"] = _raw(for_receiver(messages, hint))
         receiver = replace(call, id=f"{call.id}-answer", model=self._receiver, fields=fields, hint="text", pinned=None)
-        return _joined(await self._answer(receiver), hint, spent)
+        return _joined(await self._answer(receiver), hint, spent, paid)
 
     async def close(self) -> None:
         """Nothing of its own."""
@@ -85,7 +85,8 @@ class Relay:
             # Policy or configuration leaves the receiver no deployment; the caller's own group may have others.
             raise Unavailable(f"The relay's receiver failed: {error.message}", code="relay_receiver_failed") from error
 
-    async def _ask(self, call: Call, messages: list[Message]) -> tuple[str, Usage]:
+    async def _ask(self, call: Call, messages: list[Message]) -> tuple[str, Usage, float]:
+        """The hint, its tokens and what it cost in USD."""
         fields = {name: call.fields[name] for name in _KEPT_FOR_SHARER if name in call.fields}
         fields |= {
             "model": _raw(self._sharer),
@@ -112,7 +113,7 @@ class Relay:
             # Even what is the caller's mistake for the sharer (a prompt too long, say) another deployment may answer.
             raise Unavailable(f"The relay's sharer failed: {error.message}", code="relay_sharer_failed") from error
         try:
-            return _hint_of(reply)
+            return *_hint_of(reply), _paid(reply)
         finally:
             await reply.aclose()
 
@@ -173,9 +174,13 @@ def _hint_of(reply: Reply) -> tuple[str, Usage]:
     return hint, reply.usage
 
 
-def _joined(reply: Reply, hint: str, spent: Usage) -> Reply:
-    """The receiver's reply with the usage of both; `frames` fills it in when they end."""
-    joined = replace(reply, usage=Usage(), hint=hint)
+def _paid(reply: Reply) -> float:
+    return 0.0 if reply.cost is None else reply.cost()
+
+
+def _joined(reply: Reply, hint: str, spent: Usage, paid: float) -> Reply:
+    """The receiver's reply with the usage and the cost of both; `frames` fills them in when they end."""
+    joined = replace(reply, usage=Usage(), hint=hint, cost=lambda: paid + _paid(reply))
     if reply.frames is None:
         joined.body = _with(reply.body, spent)
         _add(joined, reply, spent)

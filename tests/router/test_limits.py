@@ -231,6 +231,27 @@ async def test_budget(pair: tuple[Limits, Limits, Clock]) -> None:
     await one.admit(tenant, 1, cost=0.9)
 
 
+async def test_budget_of_a_dearer_deployment(pair: tuple[Limits, Limits, Clock]) -> None:
+    """What is reserved can be raised while the budget has room, once for all processes; settling corrects all of it."""
+    one, other, _ = pair
+    tenant = Tenant(max_budget=10.0)
+    grant = await one.admit(tenant, 1, 4.0)
+    assert await one.afford(grant, 3.0)
+    assert await one.afford(grant, 9.0)
+    assert not await one.afford(grant, 11.0)
+    with pytest.raises(TooManyRequests):
+        await other.admit(tenant, 1, 2.0)
+    second = await other.admit(tenant, 1, 0.5)
+    assert not await other.afford(second, 2.0)
+    await one.settle(grant, 1, 5.0)
+    assert await other.afford(second, 5.0)
+    assert not await other.afford(second, 5.5)
+    await other.settle(second, 1, 1.0)
+    with pytest.raises(TooManyRequests):
+        await other.admit(tenant, 1, 4.5)
+    await one.admit(tenant, 1, 4.0)
+
+
 async def test_budget_without_duration(pair: tuple[Limits, Limits, Clock]) -> None:
     """A budget without duration does not come back."""
     one, two, clock = pair

@@ -1,0 +1,95 @@
+"""Bills: what an answer is expected to cost, and what it did: tokens by price, a local model's device by the hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from policies.facts import Facts
+from router.call import Reply
+from router.deployments import Deployment
+from router.prices import FREE, Price
+from router.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """What a deployment charges. Of a relay the most that its halves may: which deployments they take shows later."""
+
+    price: Price = FREE
+    device_usd_s: float = 0.0
+    """USD per second of the device that a local model, or both models of a pair, run on."""
+    flat: float = 0.0
+    """USD per request: a relay's hint."""
+
+    def expected(self, prompt_tokens: int, output_tokens: int, seconds: float = 0.0) -> float:
+        """USD for so many tokens, and seconds of the device."""
+        return self.price.of(prompt_tokens, output_tokens) + self.flat + seconds * self.device_usd_s
+
+    def bill(self, reply: Reply, waited: float) -> float:
+        """USD for an answer that has ended. `waited`: seconds for the device where the worker could not tell them."""
+        used = reply.usage
+        tokens = self.price.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens) if used.known else 0.0
+        if not self.device_usd_s:
+            return tokens
+        return tokens + self.device_usd_s * (waited if reply.run is None else _device_s(reply.run))
+
+
+class _Run(msgspec.Struct):
+    """What a bill reads of `workers.protocol.Run`."""
+
+    device_ms: float = 0.0
+
+
+_run = msgspec.json.Decoder(_Run)
+
+
+def _device_s(run: msgspec.Raw) -> float:
+    return _run.decode(run).device_ms / 1000
+
+
+def tariffs(settings: Settings) -> dict[str, Tariff]:
+    """By deployment id."""
+    plain = {d.id: Tariff(d.price, _device_usd_s(settings, d)) for d in settings.model_list}
+    return {d.id: _relayed(settings, d, plain) if d.relay_params else plain[d.id] for d in settings.model_list}
+
+
+def expected(facts: Facts, id: str, tariff: Tariff) -> float:
+    """USD that a deployment is expected to cost for these facts."""
+    estimate = next((d.estimate for d in facts.deployments if d.id == id), None)
+    return tariff.expected(facts.prompt_tokens, facts.output_tokens) if estimate is None else estimate.cost
+
+
+def _device_usd_s(settings: Settings, deployment: Deployment) -> float:
+    """As the deployment says, else the dearest worker that the configuration has for it."""
+    params = deployment.cache_params or deployment.local_params
+    if params is None:
+        return 0.0
+    if params.device_hour_usd is not None:
+        return params.device_hour_usd / 3600
+    name = deployment.upstream_model
+    workers = [w for w in settings.workers if name in (w.pairs if deployment.cache_params else w.models)]
+    return max((w.device_hour_usd or 0.0 for w in workers), default=0.0) / 3600
+
+
+def _relayed(settings: Settings, relay: Deployment, plain: dict[str, Tariff]) -> Tariff:
+    params = relay.relay_params
+    assert params is not None  # noqa: S101  (asked for relays only)
+    sharer, receiver = (_dearest(settings, group, plain) for group in (params.sharer, params.receiver))
+    hint = params.max_hint_tokens
+    price = Price(sharer.price.prompt + receiver.price.prompt, receiver.price.completion)
+    flat = hint * (sharer.price.completion + receiver.price.prompt)
+    return Tariff(price, max(sharer.device_usd_s, receiver.device_usd_s), flat)
+
+
+def _dearest(settings: Settings, group: str, plain: dict[str, Tariff]) -> Tariff:
+    members = settings.groups.get(settings.group(group) or "", ())
+    found = [plain[d.id] for d in members if d.kind not in ("relay", "cache")]
+
+    def most(values: Iterable[float]) -> float:
+        return max(values, default=0.0)
+
+    price = Price(most(t.price.prompt for t in found), most(t.price.completion for t in found))
+    return Tariff(price, most(t.device_usd_s for t in found))

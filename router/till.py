@@ -1,0 +1,75 @@
+"""The till: money and rates of requests. Reserved before a deployment is asked, billed when the answer has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from policies.facts import Decision, Facts
+from router.bills import Tariff, expected
+from router.call import Call
+from router.course import Course
+from router.errors import TooManyRequests, Unaffordable
+from router.features import output_limit
+from router.limits import Grant, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Till:
+    """Limits of tenants, and what each deployment charges."""
+
+    limits: Limits
+    tariffs: Mapping[str, Tariff]
+    """By deployment id."""
+
+    async def admit(self, call: Call, facts: Facts, decision: Decision) -> Grant:
+        """Reserve a request and what its first choice is expected to cost: calls sent together do not all pass.
+
+        Where that exceeds the budget and another survivor does not, that one's cost is reserved. Raises
+        TooManyRequests.
+        """
+        tokens = reserved_tokens(call, facts)
+        if call.tenant.max_budget is None or not decision.ranked:
+            return await self.limits.admit(call.tenant, tokens)
+        costs = [expected(facts, id, self.tariffs[id]) for id in decision.ranked]
+        least = min(costs)
+        try:
+            return await self.limits.admit(call.tenant, tokens, costs[0])
+        except TooManyRequests as full:
+            if full.headers.get("x-twolane-limit") != "max_budget" or least >= costs[0]:
+                raise
+        return await self.limits.admit(call.tenant, tokens, least)
+
+    async def afford(self, course: Course, deployment: str) -> None:
+        """Reserve what this deployment costs beyond what was reserved. Raises Unaffordable.
+
+        A relay's halves were reserved with the whole.
+        """
+        grant, facts = course.grant, course.facts
+        if grant is None or grant.settled or facts is None or course.call.tenant.max_budget is None:
+            return
+        cost = expected(facts, deployment, self.tariffs[deployment])
+        if not await self.limits.afford(grant, cost):
+            budget = course.call.tenant.max_budget
+            raise Unaffordable(
+                f"{deployment} is expected to cost {cost:.6g} USD, and the budget of {budget} USD has no room for it.",
+                headers={"x-twolane-limit": "max_budget"},
+            )
+
+    def bill(self, course: Course) -> float:
+        """USD for the answer of a course that has ended; 0 where there is none."""
+        if course.reply is not None and course.reply.cost is not None:
+            return course.reply.cost()
+        return self.part(course)
+
+    def part(self, course: Course) -> float:
+        """USD for what the very deployment of a course answered."""
+        if course.reply is None or course.deployment is None:
+            return 0.0
+        return self.tariffs[course.deployment].bill(course.reply, time.perf_counter() - course.asked)
+
+
+def reserved_tokens(call: Call, facts: Facts) -> int:
+    """Tokens a call is charged before it runs: what it asks, and what it allows in answer if it says so."""
+    return facts.prompt_tokens + (output_limit(call) or 0)
