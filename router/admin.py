@@ -119,15 +119,16 @@ class LaneAdmin:
 
     def _answer(self, stop: Stop, unsaved: str, redis: bool | None, recorded: bool) -> Response:
         problems = [f"not in the file ({unsaved})"] if unsaved else []
-        problems += ["Redis does not answer: routers of other hosts do not hear of it now"] if redis is False else []
         problems += [] if recorded else ["not recorded in the audit log"]
         done = {"done": stop, "reach": {"here": True, "file": not unsaved, "redis": redis}, "recorded": recorded}
         body: dict[str, Any] = {**done, **self._told()}
+        if redis is False:
+            body["note"] = "Redis does not answer: routers of other hosts do not hear of it now."
         if problems:
             state = "stopped" if stop.stopped else "lifted"
-            message = f"{stop.target} is {state} on this router; {'; '.join(problems)}."
+            message = f"{stop.target} is {state} on this router, but {' and '.join(problems)}."
             body["error"] = {"message": message, "type": "server_error", "param": None, "code": "stop_incomplete"}
-        return _json(body, 503 if unsaved or not recorded else 200)
+        return _json(body, 503 if problems else 200)
 
     def _told(self) -> dict[str, Any]:
         now = time.perf_counter()

@@ -37,6 +37,9 @@ class Commands(click.Group):
         "audit": "router.audit_cli:audit_commands",
         "kv": "router.kv_cli:kv_commands",
         "pair": "router.pair_cli:pair_commands",
+        "start": "router.stops_cli:start_command",
+        "stop": "router.stops_cli:stop_command",
+        "stops": "router.stops_cli:stops_command",
         "policy": "router.policy_cli:policy_commands",
     }
 

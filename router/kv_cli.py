@@ -18,7 +18,7 @@ _PATIENCE_S = 90.0
 def _which_router(command: _F) -> _F:
     """`--url`, `--key` and `--json`."""
     url = click.option("--url", default="http://127.0.0.1:4000", show_default=True, envvar="TWOLANE_URL")
-    key = click.option("--key", envvar="TWOLANE_MASTER_KEY", help="The master key; better in TWOLANE_MASTER_KEY.")
+    key = click.option("--key", envvar=["TWOLANE_ADMIN_KEY", "TWOLANE_MASTER_KEY"], help="Better in TWOLANE_ADMIN_KEY.")
     as_json = click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
     return url(key(as_json(command)))
 

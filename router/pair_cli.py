@@ -24,6 +24,7 @@ class PairCommands(Commands):
     elsewhere: ClassVar[dict[str, str]] = {
         "check": "workers.pair_check:check_command",
         "conform": "workers.conform:conform_command",
+        "reinstate": "router.stops_cli:reinstate_command",
     }
 
 

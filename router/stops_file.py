@@ -199,6 +199,24 @@ def exchange(path: Path, known: Mapping[str, Stop], now: float, done: frozenset[
     return found
 
 
+def leave(path: Path, wish: Wish) -> None:
+    """Write a wish into the file as a person would; routers that read it take it up. Raises BadStops and OSError."""
+    with locked(path):
+        try:
+            stops, wishes = parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            stops, wishes = {}, []
+        except UnicodeDecodeError:
+            raise BadStops("is not UTF-8 text") from None
+        left = {**{w.target: w for w in wishes}, wish.target: wish}
+        entries = {
+            w.target: {"stopped": w.stopped, "reason": w.reason, "by": w.by, **({"drill": True} if w.drill else {})}
+            for w in left.values()
+        }
+        kept = written(stop for target, stop in stops.items() if target not in left)
+        replace(path, kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=110))
+
+
 def _read(
     path: Path, known: Mapping[str, Stop], now: float, done: frozenset[Wish]
 ) -> tuple[dict[str, Stop] | None, Exchange]:
