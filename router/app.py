@@ -16,32 +16,25 @@ import uvicorn
 from starlette.applications import Starlette
 
 from router import settings as config
-from router.admin import record_stop
 from router.admins import Admins
 from router.audit import Audit
 from router.audit_house import open_audit, sweep_for_ever
 from router.backups import unbacked
 from router.conversations import Conversations
 from router.course import Decisions
-from router.demotion import Demotion
 from router.deployments import Deployment
 from router.dispatch import Dispatcher
 from router.endpoints import PATHS, Endpoint
-from router.errors import Unrecorded
 from router.estimates import Estimates
 from router.gather import Gatherer
 from router.guardrails import Guardrails
 from router.health import Health
 from router.http import Receive, Scope, Send
-from router.lane import CacheLane, RunningCall, lane_pairs, watch_fingerprints
+from router.lane_house import LaneHouse, record_or_log
 from router.limits import Limits
-from router.newest import Newest
 from router.pages import Pages
 from router.places import Allowance
 from router.settings import ConfigError, Settings
-from router.standings import Standings
-from router.stops import Stops
-from router.stops_file import Stop
 from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
 from router.till import Till
@@ -51,7 +44,6 @@ from router.transports.openai_http import Pools
 from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
 from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
-from workers.config import DemotionLimits
 
 log = structlog.get_logger("twolane.router")
 
@@ -73,10 +65,7 @@ class Parts:
     decisions: Decisions
     conversations: Conversations
     admins: Admins
-    news: Newest
-    stops: Stops
-    standings: Standings
-    running: dict[str, RunningCall]
+    lane: LaneHouse
 
 
 class App:
@@ -95,7 +84,7 @@ class App:
             limits=parts.limits,
             metrics=parts.metrics,
             admins=parts.admins,
-            stops=parts.stops,
+            stops=parts.lane.stops,
             reload=self.reload,
         )
         self._rest = pages.app(self._lifespan)
@@ -109,14 +98,17 @@ class App:
     async def reload(self, who: str = "signal") -> dict[str, Any]:
         """Put the files as they are now in force. Raises ConfigError, and then all stays as it was."""
         self._seen = _stamp(self._path)
-        old = self.endpoint.dispatcher.settings
-        settings = old if self._path is None else config.load(self._path)
-        dispatcher = self._dispatcher(settings)
-        before = self.parts.tenants.digests
-        change = self.parts.tenants.reload(settings)
+        old, before = self.endpoint.dispatcher.settings, self.parts.tenants.digests
+        try:
+            settings = old if self._path is None else config.load(self._path)
+            dispatcher = self._dispatcher(settings)
+            change = self.parts.tenants.reload(settings)
+        except ConfigError:
+            await record_or_log(self.parts.audit, "reload_refused", who, {"config": old.digest})
+            raise
         self.parts.metrics.configure(_labels(settings), self.parts.tenants.names)
         self.parts.admins.configure(settings.admins, settings.general_settings.master_key)
-        self.parts.standings.demotion.configure(_demotion_limits(settings))
+        self.parts.lane.configure(settings)
         self.endpoint.dispatcher = dispatcher
         self.endpoint.max_body = settings.max_body_bytes
         told = {"added": change.added, "removed": change.removed, "changed": change.changed}
@@ -124,8 +116,7 @@ class App:
         after = self.parts.tenants.digests
         digests = {name: [before.get(name), after.get(name)] for group in told.values() for name in group}
         detail = {"config": [old.digest, settings.digest], "tenants": told, "digests": digests}
-        with contextlib.suppress(Unrecorded):  # the log of a disk that is full must not keep a fix from being loaded
-            await self.parts.audit.control("reload", who, detail)
+        await record_or_log(self.parts.audit, "reload", who, detail)
         return {"reloaded": True, "tenants": told, "deployments": len(settings.model_list)}
 
     async def close(self) -> None:
@@ -148,8 +139,8 @@ class App:
             health=health,
             metrics=parts.metrics,
             conversations=parts.conversations,
-            demotion=parts.standings.demotion,
-            stopped=parts.stops.in_force,
+            demotion=parts.lane.demotion,
+            stopped=parts.lane.stops.in_force,
         )
         transports: dict[str, Transport] = {}
         dispatcher = Dispatcher(
@@ -161,7 +152,7 @@ class App:
             estimates=parts.estimates,
             till=Till(parts.limits, gatherer.tariffs),
             metrics=parts.metrics,
-            lane=CacheLane(lane_pairs(settings.model_list), parts.stops, parts.standings.demotion, parts.running),
+            lane=parts.lane.lane(settings),
             guardrails=Guardrails(settings.guardrails, parts.pools),
             allowances=_allowances(settings),
             decisions=parts.decisions,
@@ -192,7 +183,7 @@ class App:
             case "local" | "cache":
                 role: Role = "pair" if deployment.kind == "cache" else "model"
                 timeout = deployment.timeout or routing.timeout
-                demotion = parts.standings.demotion
+                demotion = parts.lane.demotion
                 return OnWorker(role, deployment.upstream_model, parts.fleet, parts.pools, demotion, timeout=timeout)
             case _:
                 assert_never(deployment.kind)
@@ -206,16 +197,14 @@ class App:
             stack.push_async_callback(self._close_litellm)
             await parts.audit.start()
             stack.push_async_callback(parts.audit.close)
-            stack.push_async_callback(parts.news.close)
-            await parts.stops.start()
-            await parts.standings.start()
-            stack.push_async_callback(parts.standings.close)
+            stack.push_async_callback(parts.lane.close)
+            await parts.lane.start()
             await parts.limits.start()
             stack.push_async_callback(parts.limits.close)
             await parts.fleet.start()
             stack.push_async_callback(parts.fleet.close)
             sweep = sweep_for_ever(parts.audit.root, parts.tenants)
-            for work in (self._look(), sweep, parts.news.run(), parts.stops.run(), parts.standings.run()):
+            for work in (self._look(), sweep, parts.lane.run()):
                 stack.push_async_callback(_ended, asyncio.create_task(work))
             self._on_sighup()
             gc.collect()
@@ -244,7 +233,7 @@ class App:
         """Take up the files when they change, a bad one leaves what runs in force; and see pairs that were swapped."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
-            watch_fingerprints(self.parts.fleet, self.parts.standings.demotion)
+            self.parts.lane.look(self.parts.fleet)
             if self.parts.tenants.changed() or _stamp(self._path) != self._seen:
                 await self._reload_or_keep("file")
 
@@ -275,20 +264,6 @@ def _labels(settings: Settings) -> list[tuple[str, str, str]]:
     return [(d.id, d.model_name, d.transport) for d in settings.model_list]
 
 
-def _demotion_limits(settings: Settings) -> dict[str, DemotionLimits]:
-    return {pair.name: pair.demotion for pair in settings.pairs}
-
-
-def _watch_lane(metrics: Metrics, stops: Stops, demotion: Demotion) -> None:
-    watch = metrics.watch
-    watch("stops", "Stop buttons in force.", lambda: [({}, len(stops.in_force()))])
-    watch("pair_demoted", "The pair is taken out.", lambda: demotion.samples("demoted"))
-    watch("pair_probation", "The pair is on probation.", lambda: demotion.samples("probation"))
-    watch("pair_alarm_level", "How near a signal is to demoting its pair; 1 does.", demotion.levels)
-    watch("pair_f1", "Recent mean token F1 between a pair's answers and the text route's.", demotion.agreement)
-    watch("pair_agreed", "Share of compared answers that say the same as the text route's.", demotion.agreed)
-
-
 def create_app(
     settings: Settings,
     path: Path | None = None,
@@ -309,20 +284,6 @@ def create_app(
             "redis_up", "Limits are shared through Redis right now.", lambda: [({}, int(bool(limits.shared)))]
         )
     audit = open_audit(settings.audit, metrics)
-    news = Newest(redis_url)
-
-    async def adopted(stop: Stop) -> None:
-        await record_stop(audit, tenants, "file", stop)
-
-    async def record(what: str, who: str, detail: dict[str, Any]) -> None:
-        try:
-            await audit.control(what, who, detail)
-        except Unrecorded as error:  # a pair is demoted all the same
-            log.error("step_not_recorded", what=what, error=error.message)
-
-    stops = Stops(settings.stops_file, news, adopted=adopted, apart=settings.stops.without_redis == "stop")
-    standings = Standings(_demotion_limits(settings), settings.state_dir.resolve() / "standings.json", news, record)
-    _watch_lane(metrics, stops, standings.demotion)
     parts = Parts(
         fleet=fleet or KnownFleet(),
         tenants=tenants,
@@ -334,10 +295,7 @@ def create_app(
         decisions=Decisions(),
         conversations=Conversations(),
         admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
-        news=news,
-        stops=stops,
-        standings=standings,
-        running={},
+        lane=LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics),
     )
     return App(settings, parts, path)
 

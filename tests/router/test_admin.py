@@ -225,7 +225,7 @@ async def test_a_file_that_cannot_be_meant_stops_the_lane(house: House, text: st
     """Nobody knows what a broken file would say: the cache lane rests, says why, and goes on when it is mended."""
     file = house.folder / "state" / "stops.yaml"
     file.write_text(text)
-    stops = house.door.app.parts.stops
+    stops = house.door.app.parts.lane.stops
     await until(lambda: stops.in_force() == {"cache"})
     assert await house.lane() == "text"
     [entry] = (await house.admin("GET")).json["data"]
@@ -309,7 +309,7 @@ async def test_a_pair_that_fails_goes_out_and_back(tmp_path: Path) -> None:
     """Failures demote it: requests take the text lane and none sees a 5xx; after its rest a share proves it again."""
     demotion = {"rest": 0.3, "probation": {"share": 1.0, "samples": 3}}
     async with living(tmp_path, router_settings={"num_retries": 0, "disable_cooldowns": True}) as house:
-        pair = house.door.app.parts.standings.demotion
+        pair = house.door.app.parts.lane.demotion
         pair.configure({"duo": _limits(demotion)})
 
         async def fails(seen: Seen) -> Any:
@@ -334,7 +334,7 @@ async def test_a_pair_that_fails_goes_out_and_back(tmp_path: Path) -> None:
 async def test_on_probation_most_requests_take_text(tmp_path: Path) -> None:
     """On probation the share that policy lets through is about the configured one; others say why."""
     async with living(tmp_path) as house:
-        demotion = house.door.app.parts.standings.demotion
+        demotion = house.door.app.parts.lane.demotion
         demotion.configure({"duo": _limits({"rest": 0.0, "probation": {"share": 0.3, "samples": 1000}})})
         for _ in range(8):
             demotion.observe_error("duo", True)

@@ -180,7 +180,7 @@ async def test_a_demotion_reaches_the_other_router(tmp_path: Path, server: Embed
     async with two(tmp_path, server.url) as (one, other):
         assert (await one.lane(), await other.lane()) == ("cache", "cache")
         for _ in range(8):
-            one.door.app.parts.standings.demotion.observe_error("duo", True)
+            one.door.app.parts.lane.demotion.observe_error("duo", True)
         await on(other, "text")
         assert (await other.door.post(model="m")).headers["x-twolane-reason"] == "pair_demoted"
 
@@ -263,7 +263,7 @@ async def test_what_no_router_wrote_is_left_aside(tmp_path: Path, server: Embedd
         assert await other.lane() == "text"
         await one.stop("tenant:a")
         async with asyncio.timeout(BOUND):
-            while "tenant:a" not in other.door.app.parts.stops.in_force():
+            while "tenant:a" not in other.door.app.parts.lane.stops.in_force():
                 await asyncio.sleep(0.02)
 
 
