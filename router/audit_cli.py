@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from router import audit_custody_cli as custody_cli
+from router import audit_pack_cli as pack_cli
 from router import audit_verify
 from router.audit_anchor import missing_chains, read_anchor
 from router.audit_keys import AuditError
@@ -166,5 +167,8 @@ def _line(record: Record, texts: dict[str, str]) -> str:
     )
 
 
-for _command in (custody_cli.erase, custody_cli.hold, custody_cli.holds, custody_cli.retain):
+for _command in (
+    *(custody_cli.erase, custody_cli.hold, custody_cli.holds, custody_cli.retain),
+    *(pack_cli.export, pack_cli.evidence),
+):
     audit_commands.add_command(_command)

@@ -174,6 +174,12 @@ class Custody:
                 return Retained(before, expired, held=_told(holds.found[0]))
             return Retained(before, expired, self._prune(before, who))
 
+    def note(self, what: str, who: str, detail: dict[str, Any]) -> None:
+        """A control record of something that was done to this log from outside a router."""
+        with self._chain.locked():
+            self._chain.begin()
+            self._chain.note(what, who, detail)
+
     def _expire(self, vault: Vault, before: str, held: set[str], who: str) -> bool:
         if not vault.stale(before, held):
             return False
