@@ -32,6 +32,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.owner.given is not None:
+            key_states, value_states = self.owner.given[self.index]
         return self.owner.write(self.index, key_states, value_states)
 
     def get_seq_length(self) -> int:
@@ -49,6 +51,8 @@ class _Buffer(Cache):
 
     seen: int
     """Tokens before the step to come: what masks and positions go by."""
+    given: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    """By layer, K and V that the step to come writes and attends to in place of those the model computes."""
 
     def __init__(self, shape: KVShape, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[_Layer(self, i) for i in range(shape.layers)])
@@ -166,6 +170,13 @@ class Rows(_Buffer):
         self.keys[layer][self._row, :, self._at] = keys[:, :, 0]
         self.values[layer][self._row, :, self._at] = values[:, :, 0]
         return self.keys[layer][:n, :, :end], self.values[layer][:n, :, :end]
+
+    def latest(self) -> KVCache:
+        """(rows, heads, 1, head size): what the last forward wrote, before `advance`."""
+        return KVCache(
+            [k[self._row, :, self._at][:, :, None] for k in self.keys],
+            [v[self._row, :, self._at][:, :, None] for v in self.values],
+        )
 
     def advance(self) -> None:
         """Every row in use has grown by the slot that the last forward wrote."""

@@ -30,6 +30,7 @@ from workers.meter import Meter
 from workers.packed import Packer
 from workers.prompt import Prompt
 from workers.protocol import Run
+from workers.response import Response
 from workers.runtime import Keep, Prefilled, Runtime, Steps, require_room
 from workers.sampling import Chosen, Sampler, Sampling
 
@@ -144,18 +145,28 @@ class Choice:
 
 
 class Batch:
-    """The running answers of one model: choice i lies in row i."""
+    """The running answers of one model: choice i lies in row i. With a `response` their KV is fused as they grow."""
 
-    def __init__(self, model: Loaded) -> None:
+    def __init__(self, model: Loaded, response: Response | None = None) -> None:
         self.model = model
         self.rows = Rows(model.shape, 1, model.dtype, model.device)
+        self.beside = None if response is None else response.rows()
         self.choices: list[Choice] = []
+
+    def join(self, choice: Choice, prefilled: Prefilled, position: int) -> None:
+        """The next token stands at `position`."""
+        self.rows.join(prefilled.kv, position)
+        if self.beside is not None and prefilled.beside is not None:
+            self.beside.join(prefilled.beside, position)
+        self.choices.append(choice)
 
     def step(self) -> torch.Tensor:
         """Feed each choice's last token. Returns logits (choices, vocabulary)."""
         positions, mask = self.rows.prepare()
+        tokens = torch.tensor([[c.tokens[-1]] for c in self.choices], device=self.model.device)
+        self.rows.given = None if self.beside is None else self.beside.step(tokens)
         out = self.model.model(
-            input_ids=torch.tensor([[c.tokens[-1]] for c in self.choices], device=self.model.device),
+            input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
             cache=self.rows,
@@ -168,6 +179,8 @@ class Batch:
     def remove(self, row: int) -> None:
         """Free a row; the last choice moves into it."""
         self.rows.leave(row)
+        if self.beside is not None:
+            self.beside.leave(row)
         last = self.choices.pop()
         if row < len(self.choices):
             self.choices[row] = last
@@ -386,23 +399,23 @@ class Engine:
         self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
         asked, prompt = job.request.sampling, job.request.prompt
         # What is asked beside the models served here must not double their memory.
-        batch = self._batch(job.runtime.decoder, pack=job.request.runtime is None)
+        response = prefilled.beside.response if prefilled.beside is not None else None
+        batch = self._batch(job.runtime.decoder, response, pack=job.request.runtime is None)
         job.open = asked.n
         job.request.emit(Started(len(prompt), prefilled.spent.reused))
         for index in range(asked.n):
             detokenizer = Detokenizer(job.runtime.decoder.tokenizer, asked.stop)
             choice = Choice(job, index, Sampler(asked, prompt.ids, index), detokenizer)
-            batch.rows.join(prefilled.kv, prompt.positions)
-            batch.choices.append(choice)
+            batch.join(choice, prefilled, prompt.positions)
             if self._deliver(choice, choice.sampler.choose(prefilled.logits)):
                 self._end(batch, len(batch.choices) - 1)
 
-    def _batch(self, model: Loaded, *, pack: bool) -> Batch:
-        key = id(model.model)
+    def _batch(self, model: Loaded, response: Response | None, *, pack: bool) -> Batch:
+        key = id(model.model) if response is None else id(response)
         if key not in self._batches:
             if self._packer is not None and pack:
                 self._packer.pack(model.model)
-            self._batches[key] = Batch(model)
+            self._batches[key] = Batch(model, response)
         return self._batches[key]
 
     def _decode(self, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from workers import memory
 from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
 from workers.engine import Done, Engine, Event, Failed, Request
 from workers.errors import PairNotLoaded, WorkerError
+from workers.fusers.c2c import includes_response
 from workers.loader import Loader
 from workers.memory import Budget
 from workers.pairing import fuser_folder, fuser_kind, hold_pair, pair_mode
@@ -172,6 +173,7 @@ class Holdings:
                 self._config,
                 cpu=cpu,
                 own=pair_mode(config, folders[0], kind) == "fuse",
+                response=kind == "c2c" and folders[0] is not None and includes_response(folders[0]),
             )
         self._budget.promise(f"pair {config.name}", needs)
 

@@ -154,13 +154,26 @@ def model_needs(model: Sized, worker: WorkerConfig, *, cpu: bool) -> Needs:
 
 
 def pair_needs(
-    sharers: Sequence[Sized], receiver: Sized, fuser: Parts, worker: WorkerConfig, *, cpu: bool, own: bool
+    sharers: Sequence[Sized],
+    receiver: Sized,
+    fuser: Parts,
+    worker: WorkerConfig,
+    *,
+    cpu: bool,
+    own: bool,
+    response: bool = False,
 ) -> Needs:
-    """`own`: the receiver reads the shared part itself, and its KV stands beside the fused."""
+    """`own`: the receiver reads the shared part itself, and its KV stands beside the fused. `response`: so it does
+    beside the answer too, and the first sharer's as well.
+    """
     context = bounded(min(model.context for model in (*sharers, receiver)), worker)
     parts = receiver.serving(worker, cpu=cpu, context=context) | fuser
     for sharer in sharers:
         parts = sharer.kept | parts
+    if response:
+        beside = worker.max_running * context
+        for role, model in (("sharer", sharers[0]), ("receiver", receiver)):
+            parts["KV beside running answers", role, *model.name, model.layers] = beside * model.token
     read = sum(sharer.token for sharer in sharers) + receiver.token * (2 if own else 1)
     return Needs(parts, context * read)
 

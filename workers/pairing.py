@@ -17,6 +17,7 @@ from workers.fusers.identity import IdentityFuser
 from workers.fusers.several import JointFuser
 from workers.loader import Loaded, Loader
 from workers.protocol import PairState
+from workers.response import Responding
 from workers.runtime import Alone, Paired, Runtime
 from workers.store import KVStore
 
@@ -71,9 +72,9 @@ class _Parts:
     store: KVStore | None
     chunk: int
 
-    def joined(self, fuser: Fuser | JointFuser, **more: Any) -> Paired:
+    def joined(self, fuser: Fuser | JointFuser, kind: type[Paired] = Paired, **more: Any) -> Paired:
         first, *others = self.sharers
-        return Paired(
+        return kind(
             self.config.name,
             first,
             self.receiver,
@@ -171,20 +172,19 @@ def _official(pair: _Parts, folder: Path, file: pairs.PairFile | None) -> Runtim
         _require_digest(folder, file, fuser)
     _require_mode(pair.config.name, fuser, pair.mode)
     first = read[0]
-    if first.include_response:
-        raise LoadFailed(
-            f"{folder}: its recipe is include_response, three passes for every token of the answer, which cannot join "
-            "a running batch; it is not served"
-        )
     if any(official.aligned for official in read):
         if len(read) > 1:
             raise LoadFailed(f"{folder}: its recipe aligns two tokenizers, and there are {len(read)} sharers")
+        if first.include_response:
+            raise LoadFailed(f"{folder}: its recipe is include_response, whose sharer must read the receiver's own ids")
         return _aligned(pair, folder, first)
     for sharer in pair.sharers:
         _require_ids(folder, sharer, pair.receiver)
     # The official method trains and serves without thinking.
     recipe = first.recipe | ({"fusion": fuser.fusion} if isinstance(fuser, JointFuser) else {})
-    return pair.joined(fuser, recipe=recipe, template={"enable_thinking": False})
+    # Without an open gate the answer is the receiver's own, and there is nothing to include.
+    kind = Responding if first.include_response and first.fuser.source_layers else Paired
+    return pair.joined(fuser, kind, recipe=recipe, template={"enable_thinking": False})
 
 
 def _checkpoint(pair: _Parts, place: int) -> Official:

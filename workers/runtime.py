@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from workers.keys import Scope, Space
 from workers.loader import Loaded, shallow
 from workers.prompt import Message, Prompt, chat_prompt, text_prompt
 from workers.store import Claim, KVStore
+
+if TYPE_CHECKING:
+    from workers.response import Beside
 
 _POLL = 0.002
 """Seconds between two looks whether another worker is done; answers that run get a token after each."""
@@ -100,6 +103,8 @@ class Prefilled:
     kv: KVCache
     logits: torch.Tensor
     spent: Spent
+    beside: Beside | None = None
+    """Where the answer is fused as well: what that goes on from."""
 
 
 class Runtime(Protocol):
@@ -468,6 +473,13 @@ class Paired(OneTokenizer):
         self, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
     ) -> Steps[tuple[KVCache, int]]:
         sequence = reader.sequence(len(ids))
+        reused = yield from self._read_into(sequence, reader, ids, keep, spent)
+        return sequence.kv(), reused
+
+    def _read_into(
+        self, sequence: Sequence, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
+    ) -> Steps[int]:
+        """Returns how many of the tokens came from the store."""
         claim = yield from reader.recall(sequence, ids, keep, len(ids), tail=True)
         try:
             reused = sequence.seen
@@ -476,7 +488,7 @@ class Paired(OneTokenizer):
                 reader.keep(ids, sequence.kv(), keep, reused, tail=True)
         finally:
             reader.settle(claim)
-        return sequence.kv(), reused
+        return reused
 
 
 def pair_digests(

@@ -153,3 +153,28 @@ def test_a_worker_refuses_a_pair_that_does_not_fit(limit: int | None, ready: boo
             holdings.runtime("p")
     engine.close()
     holdings.close()
+
+
+def test_fusing_the_answer_too_keeps_three_streams_of_it() -> None:
+    """Include-response needs the KV of both models for every running answer, beside the fused."""
+    sharer, receiver = sized(QWEN25_05B, "bfloat16"), sized(QWEN3_06B, "bfloat16")
+    config = WorkerConfig(name="w", max_context=1000, max_running=4)
+    plain, more = (
+        memory.pair_needs([sharer], receiver, {}, config, cpu=False, own=True, response=response)
+        for response in (False, True)
+    )
+    assert sum(more.parts.values()) - sum(plain.parts.values()) == 4 * 1000 * (sharer.token + receiver.token)
+    assert "KV beside running answers" in more.told()
+
+
+def test_several_sharers_are_all_counted() -> None:
+    """Weights of each, and the KV of each while a prompt is read; the same one twice has its weights once."""
+    one, two, receiver = sized(QWEN25_05B, "bfloat16"), sized(QWEN3_06B, "float32"), sized(QWEN3_06B, "bfloat16")
+    config = WorkerConfig(name="w", max_context=1000)
+
+    def needs(*sharers: Sized) -> Needs:
+        return memory.pair_needs(sharers, receiver, {}, config, cpu=False, own=True)
+
+    assert sum(needs(one, two).parts.values()) - sum(needs(one).parts.values()) == two.weights
+    assert needs(one, two).reading - needs(one).reading == 1000 * two.token
+    assert needs(one, one).parts == needs(one).parts

@@ -308,7 +308,7 @@ def test_ids_that_mean_another_token_are_refused_with_the_count(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("place", "changes", "asked", "says"),
     [
-        (SAME, {"include_response": True}, {}, "include_response"),
+        (ALIGNED, {"include_response": True}, {}, "include_response, whose sharer must read the receiver's own ids"),
         (SAME, {}, {"mode": "handover"}, "runs in mode fuse, not handover"),
         (ALIGNED, {}, {"scope": "context"}, "its scope is prompt"),
         (ALIGNED, {"is_do_alignment": False}, {}, "mean another token"),
@@ -317,7 +317,7 @@ def test_ids_that_mean_another_token_are_refused_with_the_count(tmp_path: Path) 
 def test_what_is_not_served_is_refused_by_name(
     place: Path, changes: dict[str, Any], asked: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    """Include-response, a mode or scope the network was not made for, ids that the sharer would misread."""
+    """Include-response over an alignment, a mode or scope it was not made for, ids that the sharer would misread."""
     models = place if place is ALIGNED else with_tokenizers(tmp_path)
     with pytest.raises(LoadFailed, match=says):
         held(models, recipe(tmp_path, place / "fuser", **changes), **asked)
