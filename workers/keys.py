@@ -173,10 +173,10 @@ class Keyring:
     def live(self) -> dict[str, Scope]:
         """By tag, the scopes of all tenants that the vault knows, in their present epochs. They name none.
 
-        Raises OSError where the vault cannot be listed.
+        Raises OSError where the vault cannot be listed, or one of its records not be read.
         """
         names = list(self._cache) if self._vault is None else self._vault.names()
-        scopes = [self._scope("", name, self._secret(name), encrypt=False) for name in names]
+        scopes = [self._scope("", name, self._secret(name, strict=True), encrypt=False) for name in names]
         return {scope.tag: scope for scope in scopes}
 
     def _scope(self, tenant: str, name: str, secret: Secret, *, encrypt: bool) -> Scope:
@@ -190,7 +190,8 @@ class Keyring:
             encrypt,
         )
 
-    def _secret(self, name: str) -> Secret:
+    def _secret(self, name: str, *, strict: bool = False) -> Secret:
+        """`strict`: raises OSError instead of going on with what this process alone knows."""
         with self._mutex:
             stamp, known = self._cache.get(name, (None, None))
             if self._vault is None:
@@ -204,7 +205,10 @@ class Keyring:
             try:
                 secret = Secret.of(self._vault.read_or_create(name, own.fields))
             except OSError as error:  # a full disk must not stop the tenant: this process alone knows the secret
-                _log.warning("kv_key_not_kept", error=error.strerror or str(error))
+                if strict:
+                    raise
+                if known is None:
+                    _log.warning("kv_key_not_kept", error=error.strerror or str(error) or "late")
                 secret, now = own, None
             if known is not None and secret != known:
                 self._ended.add(self._scope("", name, known, encrypt=False).tag)

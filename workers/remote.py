@@ -14,6 +14,15 @@ T = TypeVar("T")
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "created", "updated")
 
 
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 2, "read_timeout": 5, "retries": {"max_attempts": 0}}},
+}
+"""Options by protocol that keep one call short of a minute; s3fs retries on top of botocore's own retries.
+
+What a configuration file of fsspec says of the same option wins.
+"""
+
+
 def local_folder(url: str) -> Path | None:
     """The folder that a `file://` URL or a plain path means; None for every other filesystem."""
     if "://" not in url:
@@ -25,10 +34,13 @@ class Remote:
     """Names are relative to the URL's path. Writes are whole: a reader sees the old file, the new one or none."""
 
     def __init__(self, url: str) -> None:
+        from fsspec.config import conf
         from fsspec.core import url_to_fs
 
+        protocol = url.partition("://")[0]
+        options = {k: v for k, v in _BOUNDS.get(protocol, {}).items() if k not in conf.get(protocol, {})}
         self._fs: Any
-        self._fs, root = self._guarded(lambda: url_to_fs(url, use_listings_cache=False))
+        self._fs, root = self._guarded(lambda: url_to_fs(url, use_listings_cache=False, **options))
         self._root = str(root).rstrip("/")
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:

@@ -28,8 +28,8 @@ _PAUSE = 2.0
 """Seconds between chores."""
 _PATIENCE = 1.0
 """Seconds that a call to Redis in the background may take."""
-_READ_PATIENCE = 5.0
-"""Seconds that a request may wait for one file of a shared tier."""
+_READ_PATIENCE = (0.25, 5.0)
+"""Seconds that a request waits at least and at most for one file of a shared tier; else twice as long as computing."""
 _READERS = 4
 _BATCH = 128
 _CLOSE = 5.0
@@ -37,6 +37,10 @@ _TIDY_EVERY = 3600.0
 """Seconds in which the machines that share a tier compare its files with its index once between them."""
 
 _log = structlog.get_logger(__name__)
+
+
+class Resting(OSError):
+    """A shared place that refused or was late is not asked for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +102,24 @@ class Shelf:
             self._counters.add("index_errors")
             return []
 
-    def read(self, scope: Scope, obj: str) -> Segment:
-        """Raises FileNotFoundError, Damaged, or OSError where a shared place does not answer in time."""
+    def read(self, scope: Scope, obj: str, computing: float | None = None) -> Segment:
+        """`computing`: the seconds that it spares, where they are known.
+
+        Raises FileNotFoundError, Damaged, or OSError where a shared place does not answer in time.
+        """
         if self._readers is None:
             return self._read(scope, obj)
         if not self._reads.admit():
-            raise OSError("shared tier: resting after errors")
+            raise Resting("shared tier: resting after errors")
+        least, most = _READ_PATIENCE
+        reading = self._readers.submit(self._read, scope, obj)
         try:
-            segment = self._readers.submit(self._read, scope, obj).result(_READ_PATIENCE)
+            segment = reading.result(most if computing is None else min(most, max(least, 2 * computing)))
         except (FileNotFoundError, Damaged):
             self._reads.report(ok=True)
             raise
         except OSError:  # also what `result` raises when the time is up
+            reading.cancel()
             self._reads.report(ok=False)
             raise
         self._reads.report(ok=True)

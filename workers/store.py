@@ -33,7 +33,7 @@ from workers.keys import Keyring, Scope, Space, chain, given_key
 from workers.rates import Rates
 from workers.remote import Remote, local_folder
 from workers.segments import Damaged, Head, Segment, cut, tokens_of
-from workers.shelf import Place, Shelf
+from workers.shelf import Place, Resting, Shelf
 from workers.tiers import DiskTier, ObjectTier, Piece, RamTier, Tier
 from workers.vault import FolderVault, RemoteVault, Vault
 
@@ -352,10 +352,11 @@ class KVStore:
         if held is not None and _serves(held, piece, last):
             self.counters.add("bytes", held.size, tier="ram", role=hit.role)
             return held
+        computing = self._rates.seconds((piece.stop - piece.start) * hit.block, hit.space.digest)
         for at, shelf in enumerate(self._shelves):
             began = time.perf_counter()
             try:
-                segment = shelf.read(hit.scope, piece.obj)
+                segment = shelf.read(hit.scope, piece.obj, computing)
                 if not _serves(segment, piece, last):
                     raise Damaged("other blocks than the index says")
             except FileNotFoundError:
@@ -363,9 +364,11 @@ class KVStore:
                     self._forget(hit, piece, "missing", "no file", shelf)
             except Damaged as error:
                 self._forget(hit, piece, "corrupt", str(error), shelf)
+            except Resting:
+                self.counters.add("disk_errors", tier=shelf.name)
             except OSError as error:
                 self.counters.add("disk_errors", tier=shelf.name)
-                _log.warning("kv_read_failed", tier=shelf.name, error=error.strerror or str(error))
+                _log.warning("kv_read_failed", tier=shelf.name, error=error.strerror or str(error) or "late")
             else:
                 self._rates.loaded(shelf.name, segment.size, time.perf_counter() - began)
                 self._keep(segment)

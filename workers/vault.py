@@ -13,10 +13,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -28,6 +29,13 @@ Fields = dict[str, object]
 SUFFIX = ".key"
 _EVERY = 5.0
 """Seconds between two listings of a remote vault: so long another machine's purge may stay unseen."""
+_PATIENCE = 1.0
+"""Seconds that a request of a tenant who was never seen before may wait for a remote vault."""
+_LISTING = 5.0
+"""Seconds that a listing may take."""
+_CALLS = 4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,8 @@ class RemoteVault:
 
     Where the filesystem cannot create a file only if it is absent, two machines that meet a tenant for the first time
     in the same moment may write different secrets. The later one stays; what was stored under the other is a miss.
+
+    A place that refuses or is late is left alone, and what was known stays known, until a `refresh` is answered.
     """
 
     FOLDER = "tenants"
@@ -127,11 +137,18 @@ class RemoteVault:
         self._remote = remote
         self._stamps: dict[str, object] = {}
         self._due = 0.0
+        self._away = False
+        self._calls = ThreadPoolExecutor(_CALLS, "kv-vault")
 
     def stamp(self, name: str) -> object:
         return self._stamps.get(name)
 
     def read_or_create(self, name: str, make: Callable[[], Fields]) -> Fields:
+        if self._away:
+            raise OSError("shared tier: away")
+        return self._within(_PATIENCE, lambda: self._read_or_create(name, make))
+
+    def _read_or_create(self, name: str, make: Callable[[], Fields]) -> Fields:
         path = self._path(name)
         found = self._read(path)
         if found is None:
@@ -156,11 +173,22 @@ class RemoteVault:
             return
         self._due = time.monotonic() + _EVERY
         try:
-            listed = self._remote.files(self.FOLDER)
+            listed = self._within(_LISTING, lambda: self._remote.files(self.FOLDER))
         except OSError as error:
-            _log.warning("kv_vault_unreachable", error=str(error))
+            _log.warning("kv_vault_unreachable", error=str(error) or "late")
             return
+        self._away = False
         self._stamps = {path.rsplit("/", 1)[-1].removesuffix(SUFFIX): stamp for path, (_, stamp) in listed.items()}
+
+    def _within(self, seconds: float, call: Callable[[], T]) -> T:
+        """What `call` returns, or OSError when that takes longer; it may end later all the same."""
+        future = self._calls.submit(call)
+        try:
+            return future.result(seconds)
+        except OSError:  # also what `result` raises when the time is up
+            future.cancel()
+            self._away = True
+            raise
 
     def _read(self, path: str) -> Fields | None:
         try:

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.s3 import BUCKET, S3, running
 from tests.workers.kvlab import BLOCK, files, get, put, random_kv, same
 from workers.config import RedisConfig, StoreConfig
 from workers.embedded import EmbeddedRedis
@@ -30,11 +31,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
         yield running
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty shared place, and the server key in the environment."""
     monkeypatch.setenv(KEY_VARIABLE, secrets.token_hex(32))
-    return f"file://{tmp_path / 'shared'}" if request.param == "file" else f"memory://{secrets.token_hex(8)}/kv"
+    if request.param == "s3":
+        request.getfixturevalue("s3").use(monkeypatch)
+        return f"s3://{BUCKET}/{secrets.token_hex(8)}/kv"
+    return f"file://{tmp_path / 'shared'}"
 
 
 @contextlib.contextmanager
@@ -53,7 +63,7 @@ def machine(
 
 def everything(place: str) -> dict[str, bytes]:
     """All files of the shared place."""
-    fs, root = fsspec.core.url_to_fs(place)
+    fs, root = fsspec.core.url_to_fs(place, use_listings_cache=False)
     return {path: fs.cat_file(path) for path in fs.find(root)} if fs.exists(root) else {}
 
 
@@ -145,7 +155,7 @@ def test_a_damaged_shared_file_is_a_miss_once(server: EmbeddedRedis, place: str,
     """It is counted and forgotten, and the next save puts it there anew."""
     with machine(tmp_path / "one", server.url, place) as one:
         put(one, range(40), random_kv(40))
-    fs, _ = fsspec.core.url_to_fs(place)
+    fs, _ = fsspec.core.url_to_fs(place, use_listings_cache=False)
     (name,) = shared_files(place)
     data = bytearray(fs.cat_file(name))
     data[-5] ^= 0xFF
