@@ -44,6 +44,7 @@ from router.transports.openai_http import Pools
 from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
 from router.transports.text_litellm import LiteLLMThread, TextLiteLLM
+from router.worker_metrics import watch_workers
 
 log = structlog.get_logger("twolane.router")
 
@@ -283,9 +284,11 @@ def create_app(
         metrics.watch(
             "redis_up", "Limits are shared through Redis right now.", lambda: [({}, int(bool(limits.shared)))]
         )
+    fleet = fleet or KnownFleet()
+    watch_workers(metrics, fleet)
     audit = open_audit(settings.audit, metrics)
     parts = Parts(
-        fleet=fleet or KnownFleet(),
+        fleet=fleet,
         tenants=tenants,
         limits=limits,
         metrics=metrics,

@@ -17,6 +17,7 @@ class Counters:
         "hits": "finds that named at least one block",
         "misses": "finds that named none",
         "tokens": "tokens loaded",
+        "saved_seconds": "seconds that loading took less than computing would have, by the measured rate",
         "bytes": "bytes loaded",
         "stored": "segments stored",
         "stored_bytes": "bytes stored",
@@ -34,16 +35,16 @@ class Counters:
     }
 
     def __init__(self) -> None:
-        self._counts: defaultdict[Label, int] = defaultdict(int)
+        self._counts: defaultdict[Label, float] = defaultdict(int)
         self._lock = Lock()
 
-    def add(self, name: str, count: int = 1, *, tier: str = "", role: str = "") -> None:
+    def add(self, name: str, count: float = 1, *, tier: str = "", role: str = "") -> None:
         if name not in self.NAMES:
             raise KeyError(name)
         with self._lock:
             self._counts[name, tier, role] += count
 
-    def get(self, name: str, *, tier: str | None = None, role: str | None = None) -> int:
+    def get(self, name: str, *, tier: str | None = None, role: str | None = None) -> float:
         """Sum over the labels that are not given."""
         return sum(
             count
@@ -51,6 +52,6 @@ class Counters:
             if n == name and tier in (None, t) and role in (None, r)
         )
 
-    def snapshot(self) -> dict[Label, int]:
+    def snapshot(self) -> dict[Label, float]:
         with self._lock:
             return dict(self._counts)

@@ -20,7 +20,7 @@ from workers.fusers.c2c import includes_response
 from workers.loader import Loader
 from workers.memory import Budget
 from workers.pairing import fuser_folder, fuser_kind, hold_pair, pair_mode
-from workers.protocol import ModelState, PairState, WorkerState
+from workers.protocol import KVCount, ModelState, PairState, WorkerState
 from workers.runtime import Alone, Runtime
 from workers.sampling import Sampling
 from workers.store import KVStore
@@ -82,10 +82,14 @@ class Holdings:
 
     def kv(self) -> dict[str, object]:
         """What the store holds now, and its counters since this process began: a total for each name."""
-        counts = dict.fromkeys(self.store.counters.NAMES, 0)
+        counts: dict[str, float] = dict.fromkeys(self.store.counters.NAMES, 0)
         for (name, _, _), count in self.store.counters.snapshot().items():
             counts[name] += count
         return {**self.store.stats(), "counters": counts}
+
+    def counted(self) -> tuple[KVCount, ...]:
+        """The store's counters, for the heartbeat."""
+        return tuple(KVCount(*label, count) for label, count in sorted(self.store.counters.snapshot().items()))
 
     def metrics(self, state: WorkerState) -> bytes:
         """Prometheus text."""

@@ -137,6 +137,13 @@ class Keyring:
         """False once the tenant was purged."""
         return self.scope(scope.tenant).tag == scope.tag
 
+    def kept(self, scope: Scope) -> bool:
+        """False while this process alone knows the secret: what it stores, others would take for a dead tenant's."""
+        if self._vault is None:
+            return True
+        stamp, _ = self._cache.get(self._known.get(scope.tenant, ""), (None, None))
+        return stamp is not None
+
     def step(self, tenant: str) -> Scope:
         """Begin a new epoch: replaces the tenant's secret. Returns the scope that ended.
 

@@ -129,6 +129,15 @@ class Rates(msgspec.Struct, frozen=True):
     load_bytes_per_s: float = 0.0
 
 
+class KVCount(msgspec.Struct, frozen=True, array_like=True):
+    """One count of a worker's store: `name` is one of `workers.counters.Counters.NAMES`."""
+
+    name: str
+    tier: str
+    role: str
+    count: float
+
+
 class WorkerState(msgspec.Struct, frozen=True):
     """A worker's heartbeat, in Redis and at `GET /state`."""
 
@@ -152,3 +161,5 @@ class WorkerState(msgspec.Struct, frozen=True):
     """Seconds since the engine last turned while it had work; large means it hangs."""
     loading: bool = False
     """Models or pairs are still being loaded."""
+    kv: tuple[KVCount, ...] = ()
+    """What the store has counted since the process began."""

@@ -85,6 +85,7 @@ class Worker:
             at=time.time(),
             stalled_s=self.engine.stalled(),
             loading=self.holdings.loading,
+            kv=self.holdings.counted(),
         )
 
     async def show_state(self, request: HttpRequest) -> Response:

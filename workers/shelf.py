@@ -207,6 +207,9 @@ class Shelf:
         head = segment.head
         if self.name in segment.durable or not self._keys.current(scope):
             return
+        if not self._keys.kept(scope):
+            self._count("dropped", head)
+            return
         entry = self._entry(head, file_size(segment, scope))
         begun = self._index.begin(entry, tenant_limit=head.limit, store_limit=self._place.max_bytes)
         self._evict(begun.victims)

@@ -148,9 +148,10 @@ class KVStore:
             return None
         pieces = self._longest(scope, ids) if self._keys.current(scope) else []
         blocks = _blocks(pieces)
-        self.counters.add("hits" if blocks else "misses", role=role)
         if not blocks:
+            self.counters.add("misses", role=role)
             return None
+        self.counters.add("hits", tier=pieces[-1].tier, role=role)
         tokens = min(blocks * self.block_tokens, most)
         return Hit(tokens, scope, space, role, self.block_tokens, tuple(ids), tuple(pieces))
 
@@ -198,7 +199,6 @@ class KVStore:
         size = sum(part.nbytes for part in parts)
         if from_ram and parts:
             self._rates.loaded("ram", size, time.perf_counter() - began)
-        self.counters.add("tokens", sum(tokens_of(part) for part in parts), role=hit.role)
         return parts
 
     def save(
@@ -348,9 +348,10 @@ class KVStore:
 
     def _fetch(self, hit: Hit, piece: Piece, last: bytes) -> Segment | None:
         """The piece's segment, from the nearest tier; `last` is the id that its last used block must have."""
+        began = time.perf_counter()
         held = self._ram.get(hit.scope.tag, piece.obj)
         if held is not None and _serves(held, piece, last):
-            self.counters.add("bytes", held.size, tier="ram", role=hit.role)
+            self._count_load(hit, piece, held, "ram", time.perf_counter() - began)
             return held
         computing = self._rates.seconds((piece.stop - piece.start) * hit.block, hit.space.digest)
         for at, shelf in enumerate(self._shelves):
@@ -374,9 +375,17 @@ class KVStore:
                 self._keep(segment)
                 for nearer in self._shelves[:at]:
                     nearer.offer(hit.scope, segment)
-                self.counters.add("bytes", segment.size, tier=shelf.name, role=hit.role)
+                self._count_load(hit, piece, segment, shelf.name, time.perf_counter() - began)
                 return segment
         return None
+
+    def _count_load(self, hit: Hit, piece: Piece, segment: Segment, tier: str, seconds: float) -> None:
+        tokens = min(piece.stop * hit.block, segment.head.tokens) - piece.start * hit.block
+        self.counters.add("tokens", tokens, tier=tier, role=hit.role)
+        self.counters.add("bytes", segment.size, tier=tier, role=hit.role)
+        computing = self._rates.seconds(tokens, hit.space.digest)
+        if computing is not None and computing > seconds:
+            self.counters.add("saved_seconds", computing - seconds, tier=tier, role=hit.role)
 
     def _shelve_again(self, scope: Scope, ids: list[bytes]) -> int:
         """How many leading blocks RAM holds; what of them lacks in a tier is offered to it once more."""
@@ -396,7 +405,7 @@ class KVStore:
             shelf.offer(scope, segment)
 
     def _forget(self, hit: Hit, piece: Piece, count: str, reason: str, *where: Shelf) -> None:
-        self.counters.add(count, role=hit.role)
+        self.counters.add(count, tier=where[0].name if where else "", role=hit.role)
         _log.warning("kv_lost", why=count, reason=reason, tag=hit.scope.tag, segment=piece.obj)
         self._ram.drop(hit.scope.tag, piece.obj)
         for shelf in where or self._shelves:

@@ -389,3 +389,20 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     assert (ran, len(failed)) == ([0, 1, 2, 3], 1)
     assert queue.close(20)
     assert not queue.offer(lambda: run(9))
+
+
+def test_loads_are_counted_by_artefact_and_tier(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """Hits, tokens, bytes and seconds saved say what was loaded from where; damage says where it lay."""
+    with opened(tmp_path, server.url, ram_bytes=0) as store:
+        store.rates(prefill_tokens_per_s=10.0)
+        put(store, range(40), random_kv(40))
+        hit = store.find(store.scope("a"), PLAIN, range(40), role="own")
+        assert hit is not None
+        assert same(store.load(hit), random_kv(40))
+        counts = {(name, tier): n for (name, tier, role), n in store.counters.snapshot().items() if role == "own"}
+        assert (counts["hits", "disk"], counts["tokens", "disk"]) == (1, 40)
+        assert counts["bytes", "disk"] == 40 * 192
+        assert 2 < counts["saved_seconds", "disk"] < 4
+        files(tmp_path)[0].write_bytes(b"")
+        assert store.load(hit) is None
+        assert store.counters.get("corrupt", tier="disk", role="own") == 1
