@@ -23,6 +23,7 @@ PARTS = {
     "template": "c",
     "fuser": "f",
     "gates": "0110",
+    "adapter": "l",
     "attention": "sdpa",
 }
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=64)
@@ -68,11 +69,15 @@ def test_position_is_part_of_the_key(token: int) -> None:
     assert len(set(ids)) == len(ids) == 16
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_of_a_space_changes_every_id(part: str) -> None:
-    """Model, revision, dtype, template, fuser, gates ... each names other bytes."""
-    other = Space("plain", {**PARTS, part: PARTS[part] + "x"})
-    assert not set(chain(SCOPE, SPACE, range(32), 4)) & set(chain(SCOPE, other, range(32), 4))
+@given(TOKENS, st.dictionaries(st.sampled_from(sorted(PARTS)), st.text(), min_size=1), st.sampled_from("ab"))
+def test_any_change_of_a_part_or_tenant_changes_every_id(
+    tokens: list[int], change: dict[str, str], tenant: str
+) -> None:
+    """Model, revision, dtype, adapter, template, fuser, gates, tenant ... alone or together: no id is shared."""
+    other = Space("plain", {**PARTS, **change})
+    differs = tenant != "a" or any(PARTS[part] != value for part, value in change.items())
+    ids, others = chain(SCOPE, SPACE, tokens, 4), chain(RING.scope(tenant), other, tokens, 4)
+    assert set(ids).isdisjoint(others) if differs else ids == others
 
 
 @pytest.mark.parametrize(
