@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 from policies.facts import Decision, DeploymentFacts, Facts, Judged
 from policies.policy import Policy
 from policies.rule import Rule
-from policies.rules import RULES, judge_all, overshoot
+from policies.rules import RULES, UNBOUND, judge_all, limits, overshoot, plan
 from policies.terms import Terms
 
 
@@ -29,23 +28,25 @@ class _Survivor(NamedTuple):
 def decide(policy: Policy, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Decision:
     """Judge every deployment and rank those that no rule refuses: `rules`, then the policy's own. Never raises."""
     terms = policy.terms
-    if terms.own:
-        rules = (*rules, *terms.own)
-    answers = judge_all(terms, facts, facts.deployments, rules)
-    judged = tuple([Judged(d.id, d.transport, found) for d, (found, _) in zip(facts.deployments, answers, strict=True)])
-    allowed = [d for d, (_, passed) in zip(facts.deployments, answers, strict=True) if passed]
+    how = policy.plan if rules is RULES else plan(terms, rules)
+    judged: list[Judged] = []
+    allowed: list[DeploymentFacts] = []
+    for d, (found, passed) in zip(facts.deployments, judge_all(terms, facts, facts.deployments, how), strict=True):
+        judged.append(Judged(d.id, d.transport, found))
+        if passed:
+            allowed.append(d)
+    cases = _cases(terms, facts) if terms.cases else ()
     if not allowed:
         reason = _first(judged[0]) if judged else "no_deployments"
-        return Decision(facts.model, (), reason, judged, False, _cases(terms, facts))
+        return Decision(facts.model, (), reason, tuple(judged), False, cases)
     ranked = _rank(_survivors(terms, facts, allowed), facts.draw)
-    missed = ranked[0].over > 1
     reason = _reason(terms, facts, judged, ranked)
-    return Decision(facts.model, tuple(s.deployment.id for s in ranked), reason, judged, missed, _cases(terms, facts))
+    return Decision(
+        facts.model, tuple([s.deployment.id for s in ranked]), reason, tuple(judged), ranked[0].over > 1, cases
+    )
 
 
 def _cases(terms: Terms, facts: Facts) -> tuple[str, ...]:
-    if not terms.cases:
-        return ()
     try:
         return terms.cases_of(facts)
     except Exception:  # the rule met the same fault and refused with its name
@@ -60,20 +61,19 @@ def rule_names(policy: Policy) -> tuple[str, ...]:
 def _survivors(terms: Terms, facts: Facts, allowed: list[DeploymentFacts]) -> list[_Survivor]:
     last = facts.last if terms.sticky else None
     lane = None if last is None else next((d.transport for d in facts.deployments if d.id == last), None)
+    bounds, lanes, shuffle = limits(terms, facts), terms.lanes, facts.strategy == "simple-shuffle"
     survivors: list[_Survivor] = []
     for d in allowed:
-        over = overshoot(terms, facts, d)
+        over = 0.0 if bounds == UNBOUND else overshoot(bounds, d)
         stays = 0 if last is None or d.id == last else 1 if d.transport == lane else 2
-        wish = (stays, terms.lanes.get(d.transport, len(terms.lanes)), d.order)
-        rank = (d.cooling, over if over > 1 else 0.0, *wish, _score(facts.strategy, d))
-        survivors.append(_Survivor(rank, wish, over, d))
+        preference, score = lanes.get(d.transport, len(lanes)), 0.0 if shuffle else _score(facts.strategy, d)
+        rank = (d.cooling, over if over > 1 else 0.0, stays, preference, d.order, score)
+        survivors.append(_Survivor(rank, (stays, preference, d.order), over, d))
     return survivors
 
 
 def _score(strategy: str, d: DeploymentFacts) -> float:
     """How equals of one lane are ordered, least first; a tie is drawn by weight."""
-    if strategy == "simple-shuffle":
-        return 0.0
     match strategy:
         case "least-busy" | "usage-based-routing" | "usage-based-routing-v2":
             return d.in_flight
@@ -87,11 +87,14 @@ def _score(strategy: str, d: DeploymentFacts) -> float:
 def _rank(survivors: list[_Survivor], draw: float) -> list[_Survivor]:
     if len(survivors) == 1:
         return survivors
-    ranked: list[_Survivor] = []
-    for _, equals in groupby(sorted(survivors, key=_by_rank), key=_by_rank):
-        ties = list(equals)
-        ranked += ties if len(ties) == 1 else shuffled(ties, draw)
-    return ranked
+    survivors.sort(key=_by_rank)
+    begin, last = 0, len(survivors) - 1
+    for end, survivor in enumerate(survivors):
+        if end == last or survivors[end + 1].rank != survivor.rank:
+            if end > begin:
+                survivors[begin : end + 1] = shuffled(survivors[begin : end + 1], draw)
+            begin = end + 1
+    return survivors
 
 
 _by_rank = itemgetter(0)
@@ -122,7 +125,7 @@ def _first(judged: Judged) -> str:
     return next((v.code for v in judged.verdicts if not v.allowed), "ok")
 
 
-def _reason(terms: Terms, facts: Facts, judged: tuple[Judged, ...], ranked: list[_Survivor]) -> str:
+def _reason(terms: Terms, facts: Facts, judged: list[Judged], ranked: list[_Survivor]) -> str:
     """The most telling cause for the first of the ranking, from the strongest criterion to the weakest."""
     chosen = ranked[0]
     lane = chosen.deployment.transport

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from policies import scopes
 from policies.facts import Transport
 from policies.own import OwnRule
+from policies.rules import Plan, plan
 from policies.scopes import Scope, UseCase
 from policies.terms import Terms
 from policies.written import Written
@@ -98,3 +99,8 @@ class Policy(Written):
     def terms(self) -> Terms:
         """The same, compiled once: judging reads slots and sets, not pydantic models."""
         return Terms.of(self)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which rules are asked under this policy; made once."""
+        return plan(self.terms)

@@ -14,7 +14,6 @@ OK = Verdict(True, "ok")
 """The one verdict without a reason, told apart by identity."""
 
 Judge = Callable[["Terms", Facts, DeploymentFacts], Verdict]
-Idle = Callable[["Terms", Facts], bool]
 
 
 class Rule(NamedTuple):
@@ -22,6 +21,9 @@ class Rule(NamedTuple):
 
     name: str
     judge: Judge
-    idle: Idle | None = None
+    unwritten: Callable[[Terms], bool] | None = None
+    """The policy says nothing that the rule looks at: known once, when the policy is read."""
+    idle: Callable[[Terms, Facts], bool] | None = None
+    """The request gives it nothing to look at."""
     cache_only: bool = False
     """`ok` for every text-lane deployment."""

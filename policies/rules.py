@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from policies.facts import DeploymentFacts, Facts, Verdict
-from policies.policy import Policy
+from policies.facts import DeploymentFacts, Facts, Transport, Verdict
 from policies.rule import OK, Judge, Rule
 from policies.terms import Terms
+
+if TYPE_CHECKING:
+    from policies.policy import Policy
 
 REASONS: dict[str, str] = {
     # refusals
@@ -69,6 +72,8 @@ REFUSALS = {code: Verdict(False, code) for code in REASONS}
 
 _NONE: frozenset[str] = frozenset()
 """Compared with, where "not" would take a missing fact for an empty one."""
+UNBOUND = (math.inf, math.inf)
+"""Limits of a request that has no latency budget."""
 _NOT_REJECTED = frozenset({"verified", "unproven"})
 
 
@@ -232,46 +237,63 @@ def cooldown(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict
 
 
 def budget(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
-    over = overshoot(terms, facts, deployment)
+    over = overshoot(limits(terms, facts), deployment)
     if over <= 1:
         return OK
     return _UNKNOWN if deployment.estimate is None else _OVER
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("model", model, lambda terms, facts: terms.models is None),
-    Rule("regulated", regulated, lambda terms, facts: not terms.regulated, cache_only=True),
-    Rule("transport", transport),
-    Rule("use_case", use_case, lambda terms, facts: not terms.cases),
-    Rule("labels", labels, lambda terms, facts: not terms.labels),
-    Rule("hint", hint, lambda terms, facts: facts.hint == "auto"),
-    Rule("pinned", pinned, lambda terms, facts: facts.pinned is None),
-    Rule("stopped", stopped, lambda terms, facts: facts.stopped == _NONE, cache_only=True),
-    Rule("region", region, lambda terms, facts: terms.regions is None),
-    Rule("rollout", rollout, lambda terms, facts: terms.cache_share >= 1, cache_only=True),
+    Rule("model", model, unwritten=lambda terms: terms.models is None),
+    Rule("regulated", regulated, unwritten=lambda terms: not terms.regulated, cache_only=True),
+    Rule("transport", transport, unwritten=lambda terms: len(terms.lanes) == len(get_args(Transport))),
+    Rule("use_case", use_case, unwritten=lambda terms: not terms.cases),
+    Rule("labels", labels, unwritten=lambda terms: not terms.labels),
+    Rule("hint", hint, idle=lambda terms, facts: facts.hint == "auto"),
+    Rule("pinned", pinned, idle=lambda terms, facts: facts.pinned is None),
+    Rule("stopped", stopped, idle=lambda terms, facts: facts.stopped == _NONE, cache_only=True),
+    Rule("region", region, unwritten=lambda terms: terms.regions is None),
+    Rule("rollout", rollout, unwritten=lambda terms: terms.cache_share >= 1, cache_only=True),
     Rule("pair_available", pair_available, cache_only=True),
     Rule("pair_in_force", pair_in_force, cache_only=True),
-    Rule("pair_allowed", pair_allowed, cache_only=True),
+    Rule(
+        "pair_allowed",
+        pair_allowed,
+        unwritten=lambda terms: terms.pairs_allowed is None and not terms.pairs_denied,
+        cache_only=True,
+    ),
     Rule("pair_proven", pair_proven, cache_only=True),
     Rule("available", available),
     Rule("context", context),
-    Rule("needs", needs, lambda terms, facts: facts.needs == _NONE),
-    Rule("scope", scope, lambda terms, facts: facts.has_context is True),
+    Rule("needs", needs, idle=lambda terms, facts: facts.needs == _NONE),
+    Rule("scope", scope, idle=lambda terms, facts: facts.has_context is True),
     Rule("cooldown", cooldown),
-    Rule("budget", budget, lambda terms, facts: limits(terms, facts) == (math.inf, math.inf)),
+    Rule("budget", budget, idle=lambda terms, facts: limits(terms, facts) == UNBOUND),
 )
-"""In the order in which they are judged and recorded. The last two never refuse: they explain the ranking."""
 
-_COOLING = Verdict(True, "cooling_down")
-_OVER = Verdict(True, "over_budget")
-_UNKNOWN = Verdict(True, "estimate_unknown")
+
+_COOLING, _OVER, _UNKNOWN = (Verdict(True, code) for code in ("cooling_down", "over_budget", "estimate_unknown"))
+
+
+class Plan(NamedTuple):
+    """Rules as they are asked under one policy, with their places among all; what it does not speak of is left out."""
+
+    ok: tuple[Verdict, ...]
+    """The verdicts on a deployment that no rule has anything to say about."""
+    asked: tuple[tuple[int, Rule], ...]
+
+
+def plan(terms: Terms, rules: tuple[Rule, ...] = RULES) -> Plan:
+    """How to judge under a policy: by `rules`, then by its own."""
+    every = (*rules, *terms.own)
+    asked = [(place, rule) for place, rule in enumerate(every) if rule.unwritten is None or not rule.unwritten(terms)]
+    return Plan((OK,) * len(every), tuple(asked))
 
 
 def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:
     """The first refusal, else the first note, else `ok`."""
     note = OK
-    rules = (*rules, *policy.terms.own)
-    for verdict in judge_all(policy.terms, facts, (deployment,), rules)[0][0]:
+    for verdict in judge_all(policy.terms, facts, (deployment,), plan(policy.terms, rules))[0][0]:
         if not verdict.allowed:
             return verdict
         if note is OK:
@@ -279,18 +301,18 @@ def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tupl
     return note
 
 
-def judge_all(
-    terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts], rules: tuple[Rule, ...] = RULES
-) -> list[tuple[tuple[Verdict, ...], bool]]:
-    """For each deployment every rule's verdict, in the rules' order, and whether all allow it.
+Answer = tuple[tuple[Verdict, ...], bool]
+"""About one deployment: every rule's verdict, in the rules' order, and whether all allow it."""
 
-    Never raises: a rule that fails refuses.
-    """
-    active = _active(rules, terms, facts)
+
+def judge_all(terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts], how: Plan) -> list[Answer]:
+    """The answer about each deployment. Never raises: a rule that fails refuses."""
+    active = _active(how, terms, facts)
     on_text = [entry for entry in active if not entry[1].cache_only]
-    answers: list[tuple[tuple[Verdict, ...], bool]] = []
+    answers: list[Answer] = []
     for deployment in deployments:
-        found, allowed = [OK] * len(rules), True
+        found: list[Verdict] | None = None
+        allowed = True
         for place, rule, judge in on_text if deployment.transport == "text" else active:
             try:
                 verdict = judge(terms, facts, deployment)
@@ -298,22 +320,22 @@ def judge_all(
                 verdict = Verdict(False, "rule_error", f"{rule.name}: {type(error).__name__}")
             # Most verdicts are the one OK: told apart by identity before anything is read or stored.
             if verdict is not OK:
+                if found is None:
+                    found = list(how.ok)
                 found[place] = verdict
                 allowed = allowed and verdict.allowed
-        answers.append((tuple(found), allowed))
+        answers.append((how.ok if found is None else tuple(found), allowed))
     return answers
 
 
-def _active(rules: tuple[Rule, ...], terms: Terms, facts: Facts) -> list[tuple[int, Rule, Judge]]:
-    """The rules that must be asked, with their places."""
+def _active(how: Plan, terms: Terms, facts: Facts) -> list[tuple[int, Rule, Judge]]:
+    """The rules that this request must be asked about, with their places."""
     try:
         return [
-            (place, rule, rule.judge)
-            for place, rule in enumerate(rules)
-            if rule.idle is None or not rule.idle(terms, facts)
+            (place, rule, rule.judge) for place, rule in how.asked if rule.idle is None or not rule.idle(terms, facts)
         ]
     except Exception:  # every judge is asked: the one that meets the same fault refuses
-        return [(place, rule, rule.judge) for place, rule in enumerate(rules)]
+        return [(place, rule, rule.judge) for place, rule in how.asked]
 
 
 def limits(terms: Terms, facts: Facts) -> tuple[float, float]:
@@ -324,11 +346,11 @@ def limits(terms: Terms, facts: Facts) -> tuple[float, float]:
     return terms.ttft_ms, total
 
 
-def overshoot(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> float:
-    """The p90 estimate as a share of the latency budget: at most 1 fits; infinite where it is not known."""
-    ttft, total = limits(terms, facts)
-    if total == math.inf and ttft == math.inf:
+def overshoot(bounds: tuple[float, float], deployment: DeploymentFacts) -> float:
+    """The p90 estimate as a share of the limits: at most 1 fits; infinite where it is not known."""
+    if bounds == UNBOUND:
         return 0.0
+    ttft, total = bounds
     estimate = deployment.estimate
     if estimate is None or total <= 0:
         return math.inf
