@@ -13,9 +13,7 @@ from router.call import Call
 from router.deployments import Kind
 from router.wire import given, read_whole
 
-_WORKERS = frozenset(
-    {"tools", "images", "audio", "files", "json", "logprobs", "n", "logit_bias", "embeddings", "responses"}
-)
+_WORKERS = frozenset({"tools", "images", "audio", "files", "json", "embeddings", "responses"})
 CANNOT: dict[Kind, frozenset[str]] = {
     "http": frozenset(),
     "litellm": frozenset({"responses"}),

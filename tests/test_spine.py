@@ -149,6 +149,49 @@ def test_a_model_that_is_not_the_tenants_is_unknown_or_forbidden(router: Router)
         assert refused.value.status_code in {403, 404}
 
 
+@pytest.mark.parametrize("lane", ["cache", "text"])
+def test_what_a_worker_can_choose_by_is_served_on_both_lanes(router: Router, lane: Any) -> None:
+    """Several choices, log probabilities and biased tokens, whole and streamed, with usage over all choices."""
+    asked: dict[str, Any] = {**ASK, "n": 2, "logprobs": True, "top_logprobs": 2, "logit_bias": {"40": 100}}
+    with client(router) as lab:
+        lab = lab.lane(transport=lane)
+        whole = lab.chat.completions.create(model="assistant", **asked)
+        chunks = list(lab.chat.completions.create(model="assistant", stream=True, **asked))
+    assert [c.index for c in whole.choices] == [0, 1]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 16
+    for choice in whole.choices:
+        told = choice.logprobs
+        assert told is not None
+        assert told.content is not None
+        assert len(told.content) == 8
+        assert len({t.token for t in told.content}) == 1
+        assert all(len(t.top_logprobs) == 2 and t.top_logprobs[0].logprob == t.logprob for t in told.content)
+        pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices and c.choices[0].index == choice.index]
+        assert "".join(pieces) == choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "json"),
+    ],
+)
+def test_decide_says_which_deployments_cannot_serve_tools_and_json(router: Router, more: Any, what: str) -> None:
+    """The cache lane is refused by name before anything runs, and who can is chosen; where nobody can, it is told."""
+    asked = {"messages": HELLO, **more}
+    with httpx.Client(base_url=router.base, headers={"authorization": "Bearer sk-lab"}) as http:
+        told = http.post("/v1/decide", json={"model": "mixed", **asked}).json()
+        refused = http.post("/v1/chat/completions", json={"model": "solo", **asked})
+    assert told["ranked"][0] == "mixed-http"
+    judged = next(j for j in told["judged"] if j["deployment"] == "mixed-cache")
+    assert [v["detail"] for v in judged["verdicts"] if v["code"] == "needs_unsupported"] == [what]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "needs_unsupported"
+    assert what in refused.json()["error"]["message"]
+
+
 def test_the_relay_answers_with_the_receivers_text(router: Router) -> None:
     """Narrowed to the relay: two calls in the text lane, one answer, usage of both."""
     with client(router) as lab:

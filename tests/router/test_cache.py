@@ -150,7 +150,7 @@ async def test_dead_socket_falls_back(tmp_path: Path, up: Upstream) -> None:
     ("body", "reason"),
     [
         ({"tools": [{"type": "function"}]}, "needs_unsupported"),
-        ({"logprobs": True}, "needs_unsupported"),
+        ({"messages": [{"role": "tool", "content": "42"}]}, "needs_unsupported"),
         ({"response_format": {"type": "json_object"}}, "needs_unsupported"),
         ({"max_tokens": 100_000}, "context_too_long"),
     ],
