@@ -9,24 +9,29 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from router.call import Call, Reply
 from router.errors import Unavailable
+from router.transports.http1 import KEPT_S, Address, Answer, Malformed, Server, header_lines, request_head
 from router.transports.stream import Stream
 from router.transports.upstream_errors import in_answer, refusal, translate
 from router.wire import read_answer, read_usage, told, without_run
 from workers.protocol import KV
 
+if TYPE_CHECKING:
+    import aiohttp
+
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _MAX_ERROR = 64 * 2**10
 _MAX_ANSWER = 256 * 2**20
-_KEPT = (b"openai-", b"x-ratelimit-", b"x-request-id", b"request-id")
+_LINGERS_S = 0.05
+"""Seconds that an upstream has to end a stream whose last event has come."""
+_KEPT = ("openai-", "x-ratelimit-", "x-request-id", "request-id")
 """Answer headers that reach the caller; cookies, challenges and everything unknown do not."""
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 _USAGE_PATHS = frozenset({"/chat/completions", "/completions"})
@@ -51,16 +56,33 @@ class Target:
     """Struck out of error texts."""
     worker: bool = False
     """A worker of ours: usage is always asked for and `twolane` is taken out of the answer."""
+    _heads: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def head(self, path: str) -> bytes:
+        """The request's head for one of the paths that are served, made once."""
+        found = self._heads.get(path)
+        if found is None:
+            found = self._heads[path] = request_head(self.base, path, {"content-type": _JSON, **self.headers})
+        return found
 
 
 class Pools:
-    """Connections by target, opened when first needed."""
+    """Connections by server, opened when first needed."""
 
     def __init__(self) -> None:
+        self._servers: dict[Address, Server] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
+    def server(self, base: str) -> Server:
+        """For the hot path: whoever answers calls."""
+        address = Address.of(base)
+        server = self._servers.get(address)
+        if server is None:
+            server = self._servers[address] = Server(address)
+        return server
+
     def session(self, base: str) -> tuple[aiohttp.ClientSession, str]:
-        """The pool for a base address, and the address to call through it."""
+        """For all else: aiohttp's connections to the server of a base address, and the address to call through them."""
         if base.startswith("unix:"):
             key, address = base, "http://worker/v1"
         else:
@@ -68,31 +90,34 @@ class Pools:
             key, address = f"{parts.scheme}://{parts.netloc}", base
         session = self._sessions.get(key)
         if session is None or session.closed:
-            session = self._sessions[key] = self._open(base)
+            session = self._sessions[key] = _session(base)
         return session, address
-
-    def _open(self, base: str) -> aiohttp.ClientSession:
-        # Servers under uvicorn close idle connections after 5 s; one picked up in that moment would fail.
-        connector: aiohttp.BaseConnector
-        if base.startswith("unix:"):
-            connector = aiohttp.UnixConnector(base.removeprefix("unix:"), limit=0, keepalive_timeout=4.0)
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=60)
-        return aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-            # Named in full: leaving one of aiohttp's own headers out makes it copy all of them for each request.
-            headers={"accept": "*/*", "accept-encoding": "identity", "user-agent": "twolane"},
-            trust_env=False,
-            read_bufsize=2**18,
-        )
 
     async def close(self) -> None:
         """End all connections."""
+        servers, self._servers = self._servers, {}
+        for server in servers.values():
+            server.close()
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
+
+
+def _session(base: str) -> aiohttp.ClientSession:
+    import aiohttp  # most routers never need it, and it takes a quarter of the start
+
+    connector: aiohttp.BaseConnector
+    if base.startswith("unix:"):
+        connector = aiohttp.UnixConnector(base.removeprefix("unix:"), limit=0, keepalive_timeout=KEPT_S)
+    else:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, ttl_dns_cache=60)
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"accept-encoding": "identity", "user-agent": "twolane"},
+        trust_env=False,
+    )
 
 
 def dress(call: Call, target: Target) -> bytes:
@@ -117,61 +142,75 @@ def _with_usage(options: msgspec.Raw | None) -> msgspec.Raw:
 
 async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str, str] | None = None) -> Reply:
     """Send the call and return once the first frame is certain. Raises TransportError if there will be none."""
-    session, address = pools.session(target.base)
-    headers = {"content-type": _JSON, **target.headers, **(extra or {})}
     timeout = (target.stream_timeout if call.stream else None) or target.timeout
-    body, url = dress(call, target), address + call.path
-    response: aiohttp.ClientResponse | None = None
+    head = target.head(call.path)
+    if extra:
+        head += header_lines(extra)
+    answer: Answer | None = None
     try:
-        if not call.stream:
-            # aiohttp's own timer bounds all of a plain exchange, for a fifth of what a timeout of asyncio's costs.
-            response = await session.post(
-                url, data=body, headers=headers, allow_redirects=False, timeout=_all_within(timeout)
-            )
-            await _refuse(response, target, call)
-            return await _plain(response, target, call)
-        async with asyncio.timeout(timeout):
-            response = await session.post(url, data=body, headers=headers, allow_redirects=False)
-            await _refuse(response, target, call)
-            return await _stream(response, target, call, timeout)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        if response is not None:
-            response.close()
+        async with Bound(timeout) as bound:
+            answer = await pools.server(target.base).post(head, dress(call, target))
+            bound.ends(answer)
+            await answer.head()
+            await _refuse(answer, target, call)
+            return await (_stream(answer, target, call, timeout) if call.stream else _plain(answer, target, call))
+    except (OSError, Malformed) as error:
+        if answer is not None:
+            answer.close()
         raise translate(error) from error
     except BaseException:
-        # A cancelled caller and a refused one alike: the connection is in no state to be used again.
-        if response is not None:
-            _leave(response)
+        # A cancelled caller and a refused one alike: what is still to come is of no use.
+        if answer is not None:
+            answer.close()
         raise
 
 
-@lru_cache
-def _all_within(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
+class Bound:
+    """Ends an exchange that takes longer than so many seconds, for a tenth of what a timeout of asyncio's costs."""
+
+    __slots__ = ("_answer", "_late", "_seconds", "_task", "_timer")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._answer: Answer | None = None
+        self._late = False
+
+    async def __aenter__(self) -> Bound:
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+        return self
+
+    def ends(self, answer: Answer) -> None:
+        """From here on the answer fails, rather than the task that waits for a connection."""
+        self._answer = answer
+
+    def _end(self) -> None:
+        if self._answer is not None:
+            self._answer.fail(TimeoutError())
+        elif self._task is not None:
+            self._late = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._timer.cancel()
+        if self._late and self._task is not None and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise TimeoutError
 
 
-async def _refuse(response: aiohttp.ClientResponse, target: Target, call: Call) -> None:
+async def _refuse(answer: Answer, target: Target, call: Call) -> None:
     """Raise what an answer other than a success says."""
-    if response.status >= 300:
-        body = await _bounded(response, _MAX_ERROR, cut=True)
-        raise refusal(response.status, body, response.headers, secrets=target.secrets, path=call.path)
+    if answer.status >= 300:
+        body = await _bounded(answer, _MAX_ERROR, cut=True)
+        raise refusal(answer.status, body, answer.headers, secrets=target.secrets, path=call.path)
 
 
-def _leave(response: aiohttp.ClientResponse) -> None:
-    if response.content.at_eof():
-        response.release()
-    else:
-        response.close()
-
-
-async def _bounded(response: aiohttp.ClientResponse, limit: int, *, cut: bool = False) -> bytes:
+async def _bounded(answer: Answer, limit: int, *, cut: bool = False) -> bytes:
     """The body up to `limit` bytes; past it, what there is (`cut`) or Unavailable."""
-    content = response.content
-    body = await content.readany()
-    if content.at_eof() and len(body) <= limit:  # most bodies come in one piece
+    body = await answer.some()
+    if answer.at_end and len(body) <= limit:  # most bodies come in one piece
         return body
     parts, size = [body], len(body)
-    while size <= limit and (part := await content.readany()):
+    while size <= limit and (part := await answer.some()):
         parts.append(part)
         size += len(part)
     if size > limit and not cut:
@@ -179,59 +218,54 @@ async def _bounded(response: aiohttp.ClientResponse, limit: int, *, cut: bool = 
     return b"".join(parts)
 
 
-async def _plain(response: aiohttp.ClientResponse, target: Target, call: Call) -> Reply:
-    body = await _bounded(response, _MAX_ANSWER)
-    reply = Reply(response.status, response.headers.get("content-type", _JSON), body, headers=_kept(response, target))
-    answer = read_answer(body)
-    if answer is None:
+async def _plain(answer: Answer, target: Target, call: Call) -> Reply:
+    body = await _bounded(answer, _MAX_ANSWER)
+    reply = Reply(answer.status, answer.headers.get("content-type", _JSON), body, headers=_kept(answer, target))
+    said = read_answer(body)
+    if said is None:
         raise Unavailable("The upstream's answer is not a JSON object.", status=502, code="upstream_malformed")
-    if told(answer.error):
-        raise in_answer(answer.error, secrets=target.secrets, path=call.path)
-    if told(answer.usage):
-        read_usage(answer.usage, reply.usage)
-    if target.worker and told(answer.twolane):
-        reply.run = answer.twolane
+    if told(said.error):
+        raise in_answer(said.error, secrets=target.secrets, path=call.path)
+    if told(said.usage):
+        read_usage(said.usage, reply.usage)
+    if target.worker and told(said.twolane):
+        reply.run = said.twolane
         reply.body = without_run(body)
     reply.first_frame = time.perf_counter()
     return reply
 
 
-async def _stream(response: aiohttp.ClientResponse, target: Target, call: Call, timeout: float) -> Reply:
-    if not response.content_type.startswith(_EVENTS):
-        body = await _bounded(response, _MAX_ERROR, cut=True)
-        answer = read_answer(body)
-        if answer is not None and told(answer.error):
-            raise in_answer(answer.error, secrets=target.secrets, path=call.path)
+async def _stream(answer: Answer, target: Target, call: Call, timeout: float) -> Reply:
+    if not answer.headers.get("content-type", "").lower().startswith(_EVENTS):
+        said = read_answer(await _bounded(answer, _MAX_ERROR, cut=True))
+        if said is not None and told(said.error):
+            raise in_answer(said.error, secrets=target.secrets, path=call.path)
         raise Unavailable("The upstream answered no event stream.", status=502, code="upstream_malformed")
-    reply = Reply(response.status, f"{_EVENTS}; charset=utf-8", headers=_kept(response, target))
+    reply = Reply(answer.status, f"{_EVENTS}; charset=utf-8", headers=_kept(answer, target))
     stream = Stream(reply, path=call.path, asked=call.include_usage, worker=target.worker, secrets=target.secrets)
     first = b""
     while not first and not stream.done:
-        data = await response.content.readany()
+        data = await answer.some()
         first = stream.feed(data) if data else stream.finish()
         if stream.error is not None and not stream.began:
             raise stream.error
     reply.first_frame = time.perf_counter()
-    reply.frames = Frames(response, stream, first, timeout)
+    reply.frames = Frames(answer, stream, first, timeout)
     return reply
 
 
-def _kept(response: aiohttp.ClientResponse, target: Target) -> dict[str, str]:
-    kept = {
-        name.decode("latin-1").lower(): value.decode("latin-1")
-        for name, value in response.raw_headers
-        if name.lower().startswith(_KEPT)
-    }
-    if target.worker and KV in response.headers:
-        kept[KV] = response.headers[KV]
+def _kept(answer: Answer, target: Target) -> dict[str, str]:
+    kept = {name: value for name, value in answer.headers.items() if name.startswith(_KEPT)}
+    if target.worker and KV in answer.headers:
+        kept[KV] = answer.headers[KV]
     return kept
 
 
 class Frames:
     """The rest of a stream, from the upstream's reads to the caller's frames. Ends itself; `aclose` hangs up."""
 
-    def __init__(self, response: aiohttp.ClientResponse, stream: Stream, first: bytes, timeout: float) -> None:
-        self._response = response
+    def __init__(self, answer: Answer, stream: Stream, first: bytes, timeout: float) -> None:
+        self._answer = answer
         self._stream = stream
         self._first = first
         self._timeout = timeout
@@ -254,37 +288,38 @@ class Frames:
         raise StopAsyncIteration
 
     async def _next(self, until: float) -> bytes:
-        content = self._response.content
+        answer = self._answer
         try:
-            data = content.read_nowait()
-            if not data and not content.at_eof():
+            data = answer.now()
+            if not data and not answer.whole:
                 # A timeout of asyncio's costs five times as much, for each event of a slow stream.
-                timer = asyncio.get_running_loop().call_later(
-                    until - time.monotonic(), content.set_exception, TimeoutError()
-                )
+                wait = until - time.monotonic()
+                timer = asyncio.get_running_loop().call_later(wait, answer.fail, TimeoutError())
                 try:
-                    data = await content.readany()
+                    data = await answer.some()
                 finally:
                     timer.cancel()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (OSError, Malformed) as error:
             return self._stream.fail(translate(error))
         return self._stream.feed(data) if data else self._stream.finish()
 
     async def _end(self) -> None:
         """Read what follows `[DONE]`, so that the connection can be used again; a stream that lingers is closed."""
         self._ended = True
-        content = self._response.content
-        try:
-            if self._stream.error is None and not content.at_eof():
-                async with asyncio.timeout(0.05):
-                    while not content.at_eof():
-                        await content.readany()
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            self._response.close()
-        _leave(self._response)
+        answer = self._answer
+        if self._stream.error is None and not answer.whole:
+            timer = asyncio.get_running_loop().call_later(_LINGERS_S, answer.close)
+            try:
+                while await answer.some():
+                    pass
+            except (OSError, Malformed):  # it lingered, or broke after all was said
+                pass
+            finally:
+                timer.cancel()
+        answer.close()
 
     async def aclose(self) -> None:
         """Hang up unless the stream has ended."""
         if not self._ended:
             self._ended = True
-            self._response.close()
+            self._answer.close()

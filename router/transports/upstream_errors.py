@@ -1,18 +1,17 @@
-"""What an upstream's failure means to the caller: one table from status to error, and one from aiohttp's exceptions.
+"""What an upstream's failure means to the caller: one table from status to error, and one from exceptions.
 
 An upstream's JSON message is passed on with keys struck out; any other body (HTML, plain text, nothing) stays inside.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
 
-import aiohttp
 import msgspec
 
 from router.errors import Refused, TimedOut, TransportError, Unavailable
+from router.transports.http1 import Dropped, Malformed, NotReached
 from router.wire import ABSENT, told
 
 _KEYLIKE = re.compile(r"\b(?:sk|rk|gsk|xai)[-_][A-Za-z0-9_\-*.]{6,}|\bBearer\s+\S+")
@@ -128,17 +127,17 @@ def in_answer(raw: msgspec.Raw, *, secrets: tuple[str, ...], path: str) -> Trans
 
 
 def translate(error: Exception) -> TransportError:
-    """aiohttp's exceptions and timeouts in our words; hosts and addresses stay inside."""
+    """What ended an exchange, in our words; hosts and addresses stay inside."""
     match error:
         case TransportError():
             return error
-        case asyncio.TimeoutError() | aiohttp.ServerTimeoutError():
+        case TimeoutError():
             return TimedOut("The upstream did not answer in time.")
-        case aiohttp.ClientConnectorError() | aiohttp.ClientConnectorDNSError():
+        case NotReached():
             return Unavailable("The upstream cannot be reached.")
-        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
+        case Dropped():
             return Unavailable("The upstream closed the connection before its answer was complete.")
-        case aiohttp.ClientResponseError() | aiohttp.InvalidURL():
+        case Malformed():
             return Unavailable("The upstream's answer is not valid HTTP.", code="upstream_malformed")
         case _:
             return Unavailable("The connection to the upstream failed.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import aiohttp
 import msgspec
 import pytest
 
 from router.errors import Refused, TimedOut, TransportError, Unavailable
+from router.transports.http1 import Dropped, Malformed, NotReached
 from router.transports.upstream_errors import in_answer, read_error, refusal, scrub, translate
 
 KEY = "abcdef-secret-123"
@@ -89,9 +89,9 @@ def test_errors_inside_an_answer() -> None:
     ("raised", "kind"),
     [
         (TimeoutError(), TimedOut),
-        (aiohttp.ServerTimeoutError(), TimedOut),
-        (aiohttp.ServerDisconnectedError(), Unavailable),
-        (aiohttp.ClientPayloadError("host secret.internal"), Unavailable),
+        (NotReached("host secret.internal"), Unavailable),
+        (Dropped("host secret.internal"), Unavailable),
+        (Malformed("secret"), Unavailable),
         (ConnectionResetError("host secret.internal"), Unavailable),
     ],
 )
