@@ -155,7 +155,7 @@ async def test_the_pack(config: Path, tmp_path: Path) -> None:
 
 
 async def test_a_pack_of_a_log_that_does_not_hold(config: Path, tmp_path: Path) -> None:
-    """As a zip; a chain put together wrongly is shown as such, with exit status 1; where a record cannot be read there is
+    """As a zip; a chain put together wrongly is shown as such, exit status 1; where a record cannot be read there is
     no pack, and the record is named."""
     path = next((tmp_path / "audit" / "a").glob("*.jsonl"))
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
