@@ -199,7 +199,7 @@ class _Walk:
 
     def _check_signed(self, head: Head) -> None:
         said = statement(self._report.tenant, head.chain, head.seq, head.hash)
-        if not signed_by(self._public, head.sig, said):
+        if not signed_by(self._public, head.sig, said) or head.key != self._report.key:
             raise AuditError("the head is not signed for this tenant by this key")
 
     def _file(self, path: Path) -> None:
