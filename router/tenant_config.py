@@ -79,6 +79,8 @@ class TenantConfig(Policy):
     """USD."""
     budget_duration: Span | None = None
     """Seconds after which the budget starts anew; null never."""
+    weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
+    """Share of a busy worker, beside the other tenants'."""
     kv: KVPolicy = KVPolicy()
     audit: AuditPolicy = AuditPolicy()
     use_cases: tuple[BoundUseCase, ...] = ()

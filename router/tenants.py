@@ -39,6 +39,7 @@ class Tenant:
     max_parallel_requests: int | None = None
     max_budget: float | None = None
     budget_duration: float | None = None
+    weight: float = 1.0
     digest: str = ""
     """SHA-256 of `record`: names the policy in the audit log."""
     record: bytes = field(default=b"", repr=False)
@@ -62,6 +63,7 @@ class Tenant:
             max_parallel_requests=config.max_parallel_requests,
             max_budget=config.max_budget,
             budget_duration=config.budget_duration,
+            weight=config.weight,
             digest=config.digest,
             record=config.record,
             guardrails=config.guardrails,

@@ -5,6 +5,9 @@ transformers' own DynamicCache grows by concatenation: every step copies all KV.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,24 @@ from workers.cache import KVCache
 from workers.fusers.base import KVShape
 
 _ROUND = 128  # slots: growing in small steps would copy often
+
+_asked = threading.local()
+
+
+class Interrupted(Exception):
+    """A forward was given up between two layers. Nothing was counted: the same forward may be run again."""
+
+
+@contextmanager
+def interruptible(give_up: Callable[[], bool]) -> Iterator[None]:
+    """Forwards of this thread over a buffer that gives way ask at each layer whether to go on, and raise Interrupted
+    where `give_up` says so.
+    """
+    _asked.give_up = give_up
+    try:
+        yield
+    finally:
+        _asked.give_up = None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped
@@ -34,6 +55,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.owner.given is not None:
             key_states, value_states = self.owner.given[self.index]
+        if self.owner.gives_way:
+            give_up: Callable[[], bool] | None = getattr(_asked, "give_up", None)
+            if give_up is not None and give_up():
+                raise Interrupted
         return self.owner.write(self.index, key_states, value_states)
 
     def get_seq_length(self) -> int:
@@ -53,6 +78,8 @@ class _Buffer(Cache):
     """Tokens before the step to come: what masks and positions go by."""
     given: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """By layer, K and V that the step to come writes and attends to in place of those the model computes."""
+    gives_way = False
+    """Whoever runs forwards over it is ready for Interrupted."""
 
     def __init__(self, shape: KVShape, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[_Layer(self, i) for i in range(shape.layers)])

@@ -157,6 +157,11 @@ class PairConfig(Config):
         return self.sharers or (self.sharer,)
 
 
+def spare_places(max_running: int) -> int:
+    """Places beyond `max_running`, for tenants that have nothing running while others hold all of those."""
+    return max(1, max_running // 4)
+
+
 class WorkerConfig(Config):
     """One process per device. `spawn: true` has the router start and restart it."""
 
@@ -180,6 +185,11 @@ class WorkerConfig(Config):
     """What an hour of the device costs: the price of answers that this worker gives."""
     prefill_chunk: int = Field(512, ge=16)
     """Tokens that one prefill step may take before running answers get their next token."""
+
+    @property
+    def places(self) -> int:
+        """Answers that may run at the same time, in spare places too."""
+        return self.max_running + spare_places(self.max_running)
 
 
 class RedisConfig(Config):

@@ -2,7 +2,9 @@
 
 Each turn of the loop gives every running answer its next token, then reads one chunk of a long prompt, or as many short
 ones as fit into a chunk. So prompts delay running answers by one chunk at most, and an answer that ends frees its place
-at once. The engine knows runtimes and token ids; it knows no HTTP and no message format.
+at once. Between tenants the device's time is shared by weight (`shares`): who has used less begins first and reads
+first, and meanwhile the answers of those who have used more pause; what runs for them is given up at the next layer.
+The engine knows runtimes and token ids; it knows no HTTP and no message format.
 
 An unexpected error ends the thread and with it the process: whoever supervises the worker starts it anew, which is
 safer than going on with a state that nobody foresaw.
@@ -15,14 +17,15 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 import torch
 
-from workers.buffers import Rows
+from workers.buffers import Interrupted, Rows, interruptible
+from workers.config import spare_places
 from workers.detok import Detokenizer
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, WorkerError
 from workers.loader import Loaded
@@ -33,6 +36,7 @@ from workers.protocol import Run
 from workers.response import Response
 from workers.runtime import Keep, Prefilled, Runtime, Steps, require_room
 from workers.sampling import Chosen, Sampler, Sampling
+from workers.shares import Line, Shares
 
 log = structlog.get_logger("worker.engine")
 
@@ -96,6 +100,10 @@ class Request:
     """What answers in place of what `model` names."""
     tell_tokens: bool = False
     """Have the answer's token ids in its `Run`."""
+    account: str = ""
+    """Whose share of the device it uses."""
+    weight: float = 1.0
+    """Of that account: twice the weight is twice the share."""
     steps: Callable[[Prompt, Keep | None], Steps[Prefilled]] | None = None
     """Reads the prompt in place of the runtime's own `prefill`."""
     background: bool = False
@@ -126,6 +134,12 @@ class Job:
     """Most other answers in a step that this one had part in."""
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By choice, once it has ended."""
+    polls: bool = False
+    """Its reading waits for another worker, and uses no time of the device."""
+
+    @property
+    def account(self) -> str:
+        return self.request.account
 
     def cancel(self) -> None:
         """Free what the job holds within one step; no further event is emitted."""
@@ -150,6 +164,8 @@ class Batch:
     def __init__(self, model: Loaded, response: Response | None = None) -> None:
         self.model = model
         self.rows = Rows(model.shape, 1, model.dtype, model.device)
+        # What is fused as it grows has changed its own KV before the step, and would change it twice.
+        self.rows.gives_way = response is None
         self.beside = None if response is None else response.rows()
         self.choices: list[Choice] = []
 
@@ -203,6 +219,7 @@ class Engine:
         self.runtimes = runtimes
         self.numerics = numerics
         self.max_running, self.max_queued = max_running, max_queued
+        self._places = max_running + spare_places(max_running)
         self.rates = Meter()
         self.beat = time.monotonic()
         """When the loop last turned: an engine at work whose beat is old hangs."""
@@ -210,8 +227,10 @@ class Engine:
         self._threads = threads
         self._packer = Packer() if pack else None
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting: deque[Job] = deque()
-        self._reading: deque[Job] = deque()
+        self._shares = Shares()
+        self._waiting: Line[Job] = Line(self._shares)
+        self._reading: Line[Job] = Line(self._shares)
+        self._gave_way = False
         self._batches: dict[int, Batch] = {}
         self._open: set[Job] = set()
         self._lock = threading.Lock()
@@ -265,11 +284,20 @@ class Engine:
                 raise Overloaded("the worker is going down")
             if request.background and self._open:
                 raise Overloaded("others are being answered; what can wait must ask again later")
-            if len(self._open) >= self.max_running + self.max_queued:
+            if len(self._open) >= self.max_running + self.max_queued and not self._may_displace(job):
                 raise Overloaded(f"the queue of {self.max_queued} is full")
             self._open.add(job)
         self._inbox.put(job)
         return job
+
+    def _may_displace(self, job: Job) -> bool:
+        """A full queue still takes the request of an account that has fewer open than another, whose last one is then
+        refused in its place. The lock is held.
+        """
+        open_by = Counter(other.account for other in self._open)
+        return len(self._open) < 2 * (self.max_running + self.max_queued) and (
+            open_by[job.account] + 1 < max(open_by.values())
+        )
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -296,15 +324,18 @@ class Engine:
         self._receive()
         self.beat = time.monotonic()
         self._drop_ended()
-        for batch in self._batches.values():
-            if batch.choices:
-                self._decode(batch)
         self._begin()
+        self._shed()
+        if not self._answers_pause():
+            for batch in self._batches.values():
+                if batch.choices:
+                    self._decode(batch)
+            self._begin()
         self._read()
 
-    def _receive(self) -> None:
+    def _receive(self, *, wait: bool = True) -> None:
         """Take new jobs; wait for one when there is nothing else to do."""
-        idle = not (self._waiting or self._reading or any(b.choices for b in self._batches.values()))
+        idle = wait and not (self._waiting or self._reading or any(b.choices for b in self._batches.values()))
         for block in itertools.chain([idle], itertools.repeat(False)):
             try:
                 job = self._inbox.get(block=block)
@@ -316,7 +347,7 @@ class Engine:
                 # Its caller left while it lay in the inbox; it may be forgotten already, and must not begin.
                 self._forget(job)
             else:
-                self._waiting.append(job)
+                self._waiting.add(job)
 
     def _drop_ended(self) -> None:
         """Free what belongs to jobs that were cancelled or whose time ran out."""
@@ -336,10 +367,8 @@ class Engine:
         job.cancelled = True
         with self._lock:
             self._open.discard(job)
-        if job in self._waiting:
-            self._waiting.remove(job)
-        if job in self._reading:
-            self._reading.remove(job)
+        self._waiting.remove(job)
+        self._reading.remove(job)
         if job.steps is not None:
             job.steps.close()
         for batch in self._batches.values():
@@ -351,22 +380,69 @@ class Engine:
         job.request.emit(Failed(error))
         self._forget(job)
 
+    def _shed(self) -> None:
+        """Refuse what was displaced from a full queue."""
+        while self._waiting and len(self._open) > self.max_running + self.max_queued:
+            self._fail(self._waiting.longest(), Overloaded(f"the queue of {self.max_queued} is full"))
+
     def _begin(self) -> None:
         """Let waiting jobs begin to read while there are places for all their choices."""
-        taken = sum(len(b.choices) for b in self._batches.values()) + sum(j.request.sampling.n for j in self._reading)
-        while self._waiting and taken + self._waiting[0].request.sampling.n <= self.max_running:
-            job = self._waiting.popleft()
+        while (job := self._next_to_begin()) is not None:
+            self._waiting.remove(job)
             job.began = time.monotonic()
             prefill = job.request.steps or job.runtime.prefill
             job.steps = prefill(job.request.prompt, job.request.keep)
-            self._reading.append(job)
-            taken += job.request.sampling.n
+            self._reading.add(job)
+
+    def _next_to_begin(self) -> Job | None:
+        """Whose turn it is, if there is room; else one whose account has fewer places than others leave it, if a spare
+        one is free.
+        """
+        if not self._waiting:
+            return None
+        taken = Counter[str]()
+        for job in self._reading:
+            taken[job.account] += job.request.sampling.n
+        for batch in self._batches.values():
+            taken.update([choice.job.account for choice in batch.choices])
+        free = self.max_running - taken.total()
+        spare = self._places - taken.total()
+        # At least two: one account alone must not take the places that are spared for others.
+        accounts = max(2, len({*taken, *(job.account for job in self._waiting)}))
+        fair = max(1, self._places // accounts)
+        for place, job in enumerate(self._waiting.heads()):
+            if place == 0 and job.request.sampling.n <= free:
+                return job
+            # Nobody else passes one whose turn it is, or a request for many choices would wait for ever.
+            if taken[job.account] + job.request.sampling.n <= fair and job.request.sampling.n <= spare:
+                return job
+        return None
+
+    def _answers_pause(self) -> bool:
+        """A prompt is being read whose account goes before all others that have answers running."""
+        if not self._reading:
+            return False
+        first = next(self._reading.heads())
+        running = {choice.job.account for batch in self._batches.values() for choice in batch.choices}
+        others = running - {first.account}
+        return not first.polls and bool(others) and self._shares.before(first.account, others)
+
+    def _overtaken(self, running: set[str]) -> bool:
+        """Asked at each layer of a forward: whether one has come that goes before those it runs for, and may begin."""
+        if self._inbox.empty():
+            return False
+        self._receive(wait=False)
+        job = self._next_to_begin()
+        others = running if job is None else running - {job.account}
+        self._gave_way = job is not None and bool(others) and self._shares.before(job.account, others)
+        return self._gave_way
 
     def _read(self) -> None:
-        """Prompts, the oldest first, as long as they fit into one chunk: so long do running answers wait."""
+        """Prompts, in turn, as long as they fit into one chunk: so long do running answers wait."""
         left: int | None = None
-        while self._reading:
-            job = self._reading[0]
+        self._gave_way = False
+        while self._reading and not self._gave_way:
+            job = next(self._reading.heads())
             if left is not None and job.asks > left:
                 return
             left = (job.runtime.chunk if left is None else left) - job.asks
@@ -379,18 +455,23 @@ class Engine:
             raise AssertionError("a job that is read has steps")
         began = time.perf_counter()
         try:
-            asks = next(job.steps)
+            with interruptible(lambda: self._overtaken({job.account})):
+                asks = next(job.steps)
         except StopIteration as end:
-            job.device_s += time.perf_counter() - began
-            self._reading.popleft()
+            self._charge(job, time.perf_counter() - began)
+            self._reading.remove(job)
             self._answer(job, end.value)
             return True
         except WorkerError as error:
             self._fail(job, error)
             return True
-        job.device_s += time.perf_counter() - began
-        job.asks = asks or 0
+        self._charge(job, time.perf_counter() - began)
+        job.asks, job.polls = asks or 0, asks is None
         return asks is not None
+
+    def _charge(self, job: Job, seconds: float) -> None:
+        job.device_s += seconds
+        self._shares.charge(job.account, seconds, job.request.weight)
 
     def _answer(self, job: Job, prefilled: Prefilled) -> None:
         """The prompt is read: choose first tokens, and let the choices join the batch."""
@@ -420,14 +501,19 @@ class Engine:
 
     def _decode(self, batch: Batch) -> None:
         began = time.perf_counter()
-        logits = batch.step()
+        running = {c.job.account for c in batch.choices}
+        try:
+            with interruptible(lambda: self._overtaken(running)):
+                logits = batch.step()
+        except Interrupted:
+            return
         likeliest = logits.argmax(dim=-1).tolist()
         took = time.perf_counter() - began
         for name in {c.job.runtime.name for c in batch.choices}:
             self.rates.wrote(name, took)
         beside, share = len(batch.choices) - 1, took / len(batch.choices)
         for choice in batch.choices:
-            choice.job.device_s += share
+            self._charge(choice.job, share)
         for row, choice in reversed(list(enumerate(batch.choices))):
             sampler = choice.sampler
             choice.job.beside = max(choice.job.beside, beside)

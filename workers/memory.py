@@ -100,7 +100,7 @@ class Sized:
         return {
             **self.kept,
             ("packed layers", *self.name): self.widening if packs else 0,
-            ("KV of running answers", *self.name, self.layers): worker.max_running * context * self.token,
+            ("KV of running answers", *self.name, self.layers): worker.places * context * self.token,
         }
 
 

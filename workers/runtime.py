@@ -15,13 +15,14 @@ import copy
 import time
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from workers import pairs
-from workers.buffers import Sequence
+from workers.buffers import Interrupted, Sequence
 from workers.cache import KVCache
 from workers.errors import BadPrompt, PromptTooLong
 from workers.fusers.base import Fuser, KVShape
@@ -233,15 +234,18 @@ class Reader:
         """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one where it `answers`.
 
         The chunks end at multiples of the chunk size, wherever reading begins: a partial hit then computes the same
-        chunks as a cold run from the last edge on.
+        chunks as a cold run from the last edge on. A chunk that is interrupted is read again.
         """
         logits = torch.empty(0)
         while into.seen < len(ids):
             end = min(len(ids), (into.seen // self.chunk + 1) * self.chunk)
             yield end - into.seen
             began = time.perf_counter()
-            logits = self._forward(into, ids[into.seen : end])
-            spent.compute_s += time.perf_counter() - began
+            into.gives_way = True
+            with suppress(Interrupted):
+                logits = self._forward(into, ids[into.seen : end])
+                spent.compute_s += time.perf_counter() - began
+            into.gives_way = False
         return logits
 
     def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:

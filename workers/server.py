@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -172,6 +173,8 @@ class Worker:
             sampling=_ONE if scored is not None else sampling_of(body),
             emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
             keep=self._keep(http) if aside is None else None,
+            account=http.headers.get(protocol.ACCOUNT, ""),
+            weight=_weight(http.headers.get(protocol.WEIGHT, "1")),
             deadline=None if deadline is None else time.monotonic() + _number(deadline, protocol.DEADLINE_MS) / 1e3,
             tell_tokens=aside is not None or http.headers.get(protocol.RECORD) == "1",
             runtime=None if aside is None else runtime,
@@ -227,6 +230,13 @@ def _number(text: str, header: str) -> float:
         return float(text)
     except ValueError:
         raise BadPrompt(f"header {header} must be a number, and was {text!r}") from None
+
+
+def _weight(text: str) -> float:
+    weight = _number(text, protocol.WEIGHT)
+    if not 0 < weight < math.inf:
+        raise BadPrompt(f"header {protocol.WEIGHT} must be above 0, and was {text!r}")
+    return weight
 
 
 async def _or_hang_up(http: HttpRequest, job: Job, events: asyncio.Queue[Event]) -> Started | None:

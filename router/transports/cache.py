@@ -17,12 +17,14 @@ from router.demotion import Demotion
 from router.errors import Refused, TransportError, Unavailable
 from router.transports.openai_http import Pools, Target, exchange
 from workers.protocol import (
+    ACCOUNT,
     DEADLINE_MS,
     KV_ENCRYPT,
     KV_MAX_BYTES,
     KV_TTL,
     RECORD,
     TENANT,
+    WEIGHT,
     ModelState,
     PairState,
     WorkerState,
@@ -146,8 +148,8 @@ class OnWorker:
 
 
 def scope(call: Call) -> dict[str, str]:
-    """Headers that say whose KV may be read and written, and by when the answer is wanted."""
-    headers: dict[str, str] = {}
+    """Headers that say on whose account it runs, whose KV may be read and written, and when the answer is wanted."""
+    headers = {ACCOUNT: call.tenant.name, WEIGHT: str(call.tenant.weight)}
     if call.tenant.audit.content == "full":
         headers[RECORD] = "1"
     kv = call.tenant.kv

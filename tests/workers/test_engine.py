@@ -3,17 +3,18 @@ from __future__ import annotations
 import queue
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
+from workers.buffers import Interrupted, interruptible
+from workers.engine import Batch, Choice, Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, PromptTooLong
 from workers.loader import Loaded
 from workers.prompt import Prompt
-from workers.runtime import Alone
+from workers.runtime import Alone, Prefilled
 from workers.sampling import Sampling
 
 
@@ -30,12 +31,19 @@ class Asked:
     """A request with its events."""
 
     def __init__(
-        self, engine: Engine, ids: list[int], model: str = "tiny", deadline: float | None = None, **asked: Any
+        self,
+        engine: Engine,
+        ids: list[int],
+        model: str = "tiny",
+        deadline: float | None = None,
+        account: str = "",
+        **asked: Any,
     ):
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **asked}
         prompt = Prompt(tuple(ids), 0)
-        self.job: Job = engine.submit(Request(model, prompt, Sampling(**asked), self.events.put, deadline=deadline))
+        request = Request(model, prompt, Sampling(**asked), self.events.put, deadline=deadline, account=account)
+        self.job: Job = engine.submit(request)
 
     def all(self) -> list[Event]:
         """Until the end."""
@@ -241,3 +249,80 @@ def test_short_prompts_are_read_together_and_long_ones_in_turns(tiny: Loaded) ->
             engine._turn()
             started.append([not one.events.empty() for one in (*short, long, last)])
     assert started == [[True] * 4 + [False] * 2, [True] * 4 + [False] * 2, [True] * 5 + [False]]
+
+
+def test_a_tenant_that_holds_all_places_does_not_hold_up_another(engine: Engine) -> None:
+    """While one account's long answers hold every place and more of them wait, another's request is answered whole."""
+    long = [Asked(engine, some_ids(10, i), max_tokens=1500, account="busy") for i in range(12)]
+    for one in long[:4]:
+        one.events.get(timeout=10)
+    assert Asked(engine, some_ids(10), max_tokens=4, account="quiet").text()
+    for one in long:
+        seen = []
+        while not one.events.empty():
+            seen.append(one.events.get())
+        assert not any(isinstance(e, Done | Failed) for e in seen)
+        one.job.cancel()
+
+
+def test_a_full_queue_still_takes_a_quiet_tenant(tiny: Loaded) -> None:
+    """Where one account fills the queue, another's request takes the place of the last of it, which is refused as
+    overloaded; the busy account itself is refused at the door."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=1, max_queued=2, threads=1)
+    engine.start()
+    try:
+        busy = [Asked(engine, some_ids(10, i), max_tokens=1500, account="busy") for i in range(3)]
+        with pytest.raises(Overloaded):
+            Asked(engine, some_ids(10), account="busy")
+        busy[0].events.get(timeout=10)
+        assert Asked(engine, some_ids(10), account="quiet").text()
+        refused = busy[-1].events.get(timeout=10)
+        assert isinstance(refused, Failed)
+        assert isinstance(refused.error, Overloaded)
+    finally:
+        engine.close()
+
+
+def test_what_is_interrupted_gives_the_same_answer(engine: Engine, tiny: Loaded) -> None:
+    """A busy account's prompts of many chunks, overtaken again and again by a quiet one's, are answered token for
+    token as if nobody had come."""
+    cases = [(some_ids(300 + 13 * i, 50 + i), 12) for i in range(6)]
+    busy = [Asked(engine, ids, max_tokens=tokens, account="busy") for ids, tokens in cases]
+    for i in range(25):
+        Asked(engine, some_ids(20, 900 + i), max_tokens=2, account="quiet").all()
+    for one, (ids, tokens) in zip(busy, cases, strict=True):
+        assert one.text() == tiny.tokenizer.decode(generate(tiny, ids, tokens), skip_special_tokens=True)
+
+
+def test_an_interrupted_forward_has_changed_nothing(tiny: Loaded) -> None:
+    """A chunk and a step that are given up in the middle, and run again, leave KV and logits as an undisturbed run."""
+    ids = tuple(some_ids(60))
+    asked = iter([False, False, True, *[False] * 500])
+    runtime = Alone("tiny", tiny, None, 32)
+
+    def read(give_up: Callable[[], bool]) -> Prefilled:
+        steps = runtime.prefill(Prompt(ids, 0), None)
+        with torch.inference_mode(), interruptible(give_up):
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    found: Prefilled = end.value
+                    return found
+
+    disturbed, plain = read(lambda: next(asked)), read(lambda: False)
+    assert torch.equal(disturbed.logits, plain.logits)
+    for mine, other in zip((*disturbed.kv.keys, *disturbed.kv.values), (*plain.kv.keys, *plain.kv.values), strict=True):
+        assert torch.equal(mine, other)
+    batch = Batch(tiny)
+    batch.rows.join(plain.kv, len(ids))
+    batch.choices.append(Choice(None, 0, None, None, [5]))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        stop = iter([False, True])
+        with interruptible(lambda: next(stop)), pytest.raises(Interrupted):
+            batch.step()
+        again = batch.step()
+        fresh = Batch(tiny)
+        fresh.rows.join(plain.kv, len(ids))
+        fresh.choices.append(Choice(None, 0, None, None, [5]))  # type: ignore[arg-type]
+        assert torch.equal(again, fresh.step())
