@@ -35,6 +35,7 @@ from router.limits import Limits
 from router.pages import Pages
 from router.places import Allowance
 from router.settings import ConfigError, Settings
+from router.shadow import Shadow
 from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
 from router.till import Till
@@ -67,6 +68,7 @@ class Parts:
     conversations: Conversations
     admins: Admins
     lane: LaneHouse
+    shadow: Shadow
 
 
 class App:
@@ -159,6 +161,7 @@ class App:
             decisions=parts.decisions,
             conversations=parts.conversations,
             audit=parts.audit,
+            shadow=parts.shadow,
         )
         transports.update((d.id, self._transport(settings, d, dispatcher)) for d in settings.model_list)
         return dispatcher
@@ -204,6 +207,8 @@ class App:
             stack.push_async_callback(parts.limits.close)
             await parts.fleet.start()
             stack.push_async_callback(parts.fleet.close)
+            await parts.shadow.start()
+            stack.push_async_callback(parts.shadow.close)
             sweep = sweep_for_ever(parts.audit.root, parts.tenants)
             for work in (self._look(), sweep, parts.lane.run()):
                 stack.push_async_callback(_ended, asyncio.create_task(work))
@@ -287,18 +292,23 @@ def create_app(
     fleet = fleet or KnownFleet()
     watch_workers(metrics, fleet)
     audit = open_audit(settings.audit, metrics)
+    lane = LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics)
+    fleet, pools = fleet or KnownFleet(), Pools()
+    shadow = Shadow(fleet, pools, lane.demotion, audit)
+    shadow.watch(metrics)
     parts = Parts(
         fleet=fleet,
         tenants=tenants,
         limits=limits,
         metrics=metrics,
         audit=audit,
-        pools=Pools(),
+        pools=pools,
         estimates=Estimates(),
         decisions=Decisions(),
         conversations=Conversations(),
         admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
-        lane=LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics),
+        lane=lane,
+        shadow=shadow,
     )
     return App(settings, parts, path)
 

@@ -199,6 +199,13 @@ class Audit:
         keep: Content = "full" if self.regulated(call.tenant) else call.tenant.audit.content
         await self._durable(Entry("chunk", {"n": number}, call.id, texts, keep, call.subject), call.tenant.name)
 
+    def beside(self, call: Call, what: str, detail: dict[str, Any], texts: dict[str, bytes]) -> None:
+        """Something found out afterwards about a recorded request, in its tenant's chain. Nobody waits for it."""
+        keep: Content = "full" if self.regulated(call.tenant) else call.tenant.audit.content
+        body = {"what": what, "who": "router", "detail": detail}
+        entry = Entry("control", body, call.id, texts if keep != "none" else {}, keep, call.subject)
+        self._put(entry, call.tenant.name, None, asker=call.tenant)
+
     async def control(self, what: str, who: str, detail: dict[str, Any], tenant: str | None = None) -> None:
         """Something done to the router, or to one tenant's part of it. Durable on return; raises Unrecorded."""
         await self._durable(control(what, who, detail), tenant or ROUTER)

@@ -59,6 +59,10 @@ class Course:
     held: int = 0
     """Pieces of a stream that were recorded before they were relayed."""
     finished: bool = False
+    sampled: bool = False
+    """Its answer is to be compared with the text route's afterwards."""
+    said: list[bytes] | None = None
+    """Frames of a streamed answer, where they are kept."""
 
     @property
     def retries(self) -> int:

@@ -42,6 +42,7 @@ from router.places import Allowance, Place, give_back, take
 from router.refusal import refusal
 from router.retries import kind_of
 from router.settings import Settings
+from router.shadow import Shadow
 from router.telemetry import Metrics, Outcome, log_request
 from router.till import Till
 from router.transports.base import Transport
@@ -87,6 +88,8 @@ class Dispatcher:
     conversations: Conversations = field(default_factory=Conversations)
     audit: Audit | None = None
     """None keeps no records, and then regulated tenants get no answers."""
+    shadow: Shadow | None = None
+    """Compares some answers of the cache lane with text."""
 
     async def label(self, call: Call) -> None:
         """Find the labels that the tenant's policy asks for; before `decide`. Raises BadRequest."""
@@ -118,6 +121,8 @@ class Dispatcher:
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
             await self.guardrails.answer(call, course.reply)
+            if self.shadow is not None and course.transport == "cache":
+                course.sampled = self.shadow.wants(call, self._pair(course))
         except BaseException as error:
             await self.finish(course, ended_by(error), error if isinstance(error, RouterError) else None)
             raise
@@ -377,6 +382,11 @@ class Dispatcher:
             return None
         return streamed if streamed is not None or course.reply is None else course.reply.body or None
 
+    def _pair(self, course: Course) -> str | None:
+        """Of the cache lane: which pair answered."""
+        params = self.deployments[course.deployment].cache_params if course.deployment is not None else None
+        return params.pair if params is not None else None
+
     def _fingerprints(self, course: Course) -> dict[str, str]:
         facts = course.facts.deployments if course.facts else ()
         pair = next((d.pair for d in facts if d.id == course.deployment), None)
@@ -393,6 +403,8 @@ class Dispatcher:
         if outcome != "ok":
             return
         self.health.succeeded(id)
+        if course.sampled and self.shadow is not None and (pair := self._pair(course)) is not None:
+            self.shadow.offer(course, pair)
         if course.call.tenant.policy.terms.sticky:
             self.conversations.answered(identity(course.call), id)
         if reply.usage.known and not course.tries:

@@ -135,7 +135,8 @@ class Streaming:
         self._reply = course.reply
         self._send = send
         self._watch = watch
-        self._said: list[bytes] | None = [] if dispatcher.keeps_answer(course.call) else None
+        self._said: list[bytes] | None = [] if course.sampled or dispatcher.keeps_answer(course.call) else None
+        course.said = self._said
         self._hold = dispatcher.holds_stream(course.call)
 
     async def run(self) -> None:

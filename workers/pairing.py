@@ -282,4 +282,5 @@ def with_report(state: PairState, report: pairs.Report | None, doubt: str) -> Pa
         verdict_reason=report.reason,
         gain=report.gain.low if report.gain else None,
         retention=report.retention.low if report.retention else None,
+        agreement=report.agreement.low if report.agreement else None,
     )

@@ -93,6 +93,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """accuracy(cache) − accuracy(receiver), paired."""
     retention: Interval | None = None
     """accuracy(cache) / accuracy(reads_all), paired; the receiver's side reads everything itself."""
+    agreement: Interval | None = None
+    """Mean token F1 between the pair's answers and those of its text route."""
     latency_ms: dict[str, float] = {}
     slices: dict[str, dict[str, Interval]] = {}
     notes: tuple[str, ...] = ()

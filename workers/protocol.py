@@ -123,6 +123,8 @@ class PairState(msgspec.Struct, frozen=True):
     """Lower bound of accuracy(cache) − accuracy(receiver)."""
     retention: float | None = None
     """Lower bound of accuracy(cache) / accuracy(receiver that reads everything)."""
+    agreement: float | None = None
+    """Lower bound of the token F1 between the pair's answers and its text route's."""
 
 
 class Rates(msgspec.Struct, frozen=True):
