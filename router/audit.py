@@ -344,6 +344,8 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
     }
     if decision is not None:
         asked |= {"chosen": decision.chosen, "decision": decision}
+    if call.guardrails:
+        asked["guardrails"] = call.guardrails
     later = [decided for _, decided in call.decided[1:]]
     if later:
         asked["later"] = later

@@ -373,7 +373,8 @@ class Dispatcher:
             total_ms=(time.perf_counter() - course.call.started) * 1000,
             answer=self._kept_answer(course, answer),
             hint=None if reply is None or reply.hint is None else reply.hint.encode(),
-            tokens=tokens,
+            # A guardrail may have changed the answer since: the record must not tell what the caller was not to see.
+            tokens=None if course.call.guardrails else tokens,
         )
         await self.audit.outcome(course.call, course.decision, ended)
 

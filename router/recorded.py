@@ -41,7 +41,9 @@ class Recorded:
     run: Run | None = None
     """None where no worker of ours answered."""
     tokens: tuple[tuple[int, ...], ...] = ()
-    """By choice; empty in records of releases that kept none, and where no worker of ours answered."""
+    """By choice; empty where a guardrail ran, or no worker of ours answered."""
+    guardrails: tuple[str, ...] = ()
+    """Those that ran, and may have changed the answer before it was recorded."""
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ def _recorded(tenant: str, found: _Found) -> Recorded:
         answer=msgspec.json.decode(texts["answer"], type=dict[str, Any]),
         hint=texts.get("hint"),
         run=None if run is None else msgspec.convert(run, Run),
+        guardrails=tuple(body.get("guardrails") or ()),
         tokens=msgspec.json.decode(texts["tokens"], type=tuple[tuple[int, ...], ...]) if "tokens" in texts else (),
     )
 

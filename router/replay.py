@@ -251,6 +251,8 @@ def _shown(text: str, at: int, ids: tuple[int, ...], here: int) -> str:
 def why(recorded: Recorded, run: Run | None, hint: str | None = None) -> Cause:
     """The cause of a difference, the most telling first."""
     before = recorded.run
+    if recorded.guardrails:
+        return Cause("guarded", f"{', '.join(recorded.guardrails)} may have changed the answer before it was recorded")
     if recorded.hint is not None and hint != recorded.hint:
         return Cause("hint_differs", "the relay's sharer wrote another hint this time, which the receiver read")
     if before is None or run is None:

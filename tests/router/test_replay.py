@@ -18,7 +18,7 @@ from router import audit_verify, live, recorded
 from router.agreement import exact, token_f1
 from router.audit_custody import Custody
 from router.recorded import NothingToReplay, Recorded, texts_of
-from router.replay import Replay, Replayer, first_difference, why
+from router.replay import Cause, Replay, Replayer, first_difference, why
 from router.settings import load_text
 from router.transports.cache import KnownFleet
 from tests.router.gateway import KEY, Router, plain, router, upstream
@@ -354,6 +354,12 @@ def with_(run: Run, changes: dict[str, Any]) -> Run:
     import msgspec
 
     return msgspec.structs.replace(run, **changes)
+
+
+def test_a_guarded_answer_is_not_blamed_on_a_model() -> None:
+    """What a guardrail may have rewritten before it was recorded differs for that reason."""
+    found = Recorded("dec_1", "a", "/chat/completions", "d", "cache", {}, {}, run=OLD, guardrails=("mask",))
+    assert why(found, OLD) == Cause("guarded", "mask may have changed the answer before it was recorded")
 
 
 def test_a_hint_that_differs_comes_before_everything_else() -> None:
