@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from router.agreement import exact, token_f1
+from router.errors import TransportError
 from router.twin import Fields, Twin
 
 Route = Literal["relay", "sharer"]
@@ -57,7 +58,7 @@ async def compare(twin: Twin, fields: Fields, answer: str, mode: str, *, chat: b
     telling = {**asked, "logprobs": _TRUE} if chat else asked
     route: Route = "relay" if mode == "fuse" and chat else "sharer"
     said = await (twin.relay(telling) if route == "relay" else twin.ask(telling, "sharer", chat=chat))
-    scored = (await twin.ask(asked, chat=chat, score=said.text)).run.score if said.text else None
+    scored = await _score(twin, asked, said.text, chat=chat) if said.text else None
     return Comparison(
         route=route,
         greedy=greedy,
@@ -68,3 +69,13 @@ async def compare(twin: Twin, fields: Fields, answer: str, mode: str, *, chat: b
         likelihood=scored,
         sureness=said.logprob,
     )
+
+
+async def _score(twin: Twin, asked: Fields, text: str, *, chat: bool) -> float | None:
+    """None where the worker cannot say: the text is too long behind the prompt, or the pair fuses its answers too."""
+    try:
+        return (await twin.ask(asked, chat=chat, score=text)).run.score
+    except TransportError as error:
+        if error.status != 400:
+            raise
+    return None

@@ -23,19 +23,20 @@ from router.call import Call
 from router.comparison import Comparison, compare
 from router.course import Course
 from router.demotion import Demotion
-from router.errors import TransportError
+from router.errors import TransportError, Unavailable
 from router.recorded import NothingToReplay, texts_of
 from router.telemetry import Metrics
 from router.transcript import transcript
 from router.transports.cache import Fleet, Holder, holders
 from router.transports.openai_http import Pools
-from router.twin import Twin
-from workers.protocol import PairState
+from router.twin import Fields, Said, Twin
+from workers.protocol import Otherwise, PairState
 
 log = structlog.get_logger("twolane.router")
 
 BASELINE = 30
 """Comparisons of a pair that say what it may be held to where no report does."""
+NEVER_IDLE = "never_idle"
 _MOST = 64
 _MOST_BYTES = 16 * 2**20
 _PATIENCE_S = 600.0
@@ -68,6 +69,34 @@ class _Seen:
     fingerprint: str = ""
     first: list[float] = field(default_factory=list)
     """F1 of the first comparisons of this fingerprint."""
+
+
+class _WhenIdle(Twin):
+    """Asks again what callers made the worker give up, until the sample's time is over."""
+
+    def __init__(self, pools: Pools, url: str, sample: Sample, pause: float) -> None:
+        super().__init__(pools, url, sample.pair, background=True)
+        self._until = sample.until
+        self._pause = pause
+
+    async def ask(
+        self,
+        fields: Fields,
+        kind: Otherwise = "same",
+        *,
+        chat: bool = True,
+        other: list[Any] | None = None,
+        score: str | None = None,
+    ) -> Said:
+        while True:
+            try:
+                return await super().ask(fields, kind, chat=chat, other=other, score=score)
+            except TransportError as error:
+                if error.code != "overloaded":
+                    raise
+            if time.monotonic() >= self._until:
+                raise Unavailable("The worker was never idle.", code=NEVER_IDLE)
+            await asyncio.sleep(self._pause)
 
 
 class Shadow:
@@ -147,23 +176,18 @@ class Shadow:
                 log.exception("shadow_failed", pair=sample.pair, error=type(error).__name__)
 
     async def _look_at(self, sample: Sample) -> None:
-        """Compare as soon as the worker is idle; again where callers came in between."""
+        """Compare as soon as a worker that holds the pair is idle."""
         answer = texts_of(_read(sample.said))[0]
         while time.monotonic() < sample.until:
             holder = self._idle(sample.pair)
             if holder is not None and isinstance(holder.state, PairState):
-                twin = Twin(self._pools, holder.worker.url, sample.pair, background=True)
+                twin = _WhenIdle(self._pools, holder.worker.url, sample, self._pause)
                 chat = sample.call.path == "/chat/completions"
-                try:
-                    found = await compare(twin, sample.call.fields, answer, holder.state.mode, chat=chat)
-                except TransportError as error:
-                    if error.code != "overloaded":
-                        raise
-                else:
-                    self._tell(sample, holder.state, found)
-                    return
+                found = await compare(twin, sample.call.fields, answer, holder.state.mode, chat=chat)
+                self._tell(sample, holder.state, found)
+                return
             await asyncio.sleep(self._pause)
-        self._dropped["never_idle"] += 1
+        self._dropped[NEVER_IDLE] += 1
 
     def _idle(self, pair: str) -> Holder | None:
         found = [h for h in holders(self._fleet, "pair", pair) if h.state.ready]

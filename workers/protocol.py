@@ -45,7 +45,9 @@ class Counterfactual(msgspec.Struct, frozen=True):
     request: msgspec.Raw
     """An OpenAI body; `model` is a pair, or with `same` also a model."""
     kind: Otherwise = "same"
-    """`same`; one model of the pair alone; the pair with a sharer that says nothing, or that reads `other`."""
+    """`same`; one model of the pair alone, of several sharers the first; the pair with sharers that say nothing or
+    that read `other`.
+    """
     chat: bool = True
     """False: `request` is a body of /completions."""
     other: list[Any] | None = None
