@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -245,18 +246,23 @@ async def test_a_hang_up_frees_the_worker(router: Router) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_meanwhile_text_answers(router: Router) -> None:
-    """A running stream ends in an error event; while the worker is gone a group with an external text deployment is
-    answered by it, and one without is refused with Retry-After; then all is as before."""
-    with client(router) as lab:
+    """A running stream ends in an error event, and what the worker had begun without a frame goes to text; while the
+    worker is gone a group with an external text deployment is answered by it, and one without is refused with
+    Retry-After; then all is as before."""
+    with client(router) as lab, ThreadPoolExecutor(1) as aside:
         stream = lab.lane(transport="cache").chat.completions.create(
             model="assistant", stream=True, **{**ASK, "max_tokens": 1900}
         )
         next(iter(stream))
+        begun = aside.submit(lambda: lab.lane().chat.completions.create(model="mixed", **{**ASK, "max_tokens": 1900}))
+        until(lambda: (worker(router) or {}).get("running") == 2)
         state = worker(router)
         assert state is not None
         os.kill(state["pid"], signal.SIGKILL)
         with pytest.raises(openai.APIError):
             list(stream)
+        assert begun.result(30).choices[0].message.content == "hello"
+        assert lane_of(begun.result()).transport == "text"
         answer = lab.chat.completions.create(model="mixed", messages=HELLO)
         assert answer.choices[0].message.content == "hello"
         assert lane_of(answer).transport == "text"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from workers.engine import Batch, Choice, Done, Engine, Event, Failed, Finished,
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, PromptTooLong
 from workers.loader import Loaded
 from workers.prompt import Prompt
-from workers.runtime import Alone, Prefilled
+from workers.runtime import Alone, Prefilled, Steps
 from workers.sampling import Sampling
 
 
@@ -95,6 +96,42 @@ def test_neighbours_do_not_change_an_answer(engine: Engine, tiny: Loaded, other:
         assert one.text() == loaded.tokenizer.decode(generate(loaded, ids, tokens), skip_special_tokens=True)
 
 
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "seed": 4, "top_p": 0.7, "n": 2},
+    {"temperature": 1.2, "seed": 5, "top_k": 20, "min_p": 0.02},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "logprobs": 3},
+    {"logit_bias": {17: 5.0, 30: -100.0}, "stop": ("e", "the")},
+    {},
+]
+
+
+def test_every_way_of_choosing_works_beside_every_other(engine: Engine) -> None:
+    """Seven requests, each with other sampling parameters, all at once and in two orders: texts, log probabilities and
+    ends are those of each alone."""
+    ids = [some_ids(9 + 5 * i, i) for i in range(len(MIXED))]
+    alone = [comparable(Asked(engine, ids[i], max_tokens=12, **asked).all()) for i, asked in enumerate(MIXED)]
+    for order in (range(len(MIXED)), reversed(range(len(MIXED)))):
+        running = {i: Asked(engine, ids[i], max_tokens=12, **MIXED[i]) for i in order}
+        assert [comparable(running[i].all()) for i in range(len(MIXED))] == alone
+
+
+def comparable(events: list[Event]) -> list[Any]:
+    """By choice: text, reason, tokens with their log probabilities to four places; then the usage."""
+    told: dict[int, list[Any]] = {}
+    for event in events:
+        if isinstance(event, Text):
+            told.setdefault(event.index, []).append(
+                (event.text, [(c.token, round(c.logprob or 0, 4), [t for t, _ in c.top]) for c in event.tokens])
+            )
+        if isinstance(event, Finished):
+            told.setdefault(event.index, []).append(event.reason)
+    done = events[-1]
+    assert isinstance(done, Done)
+    return [sorted(told.items()), done.prompt_tokens, done.completion_tokens]
+
+
 def test_events_come_in_order_and_usage_is_exact(engine: Engine) -> None:
     """Started, text, finished, done; as many completion tokens as were allowed."""
     events = Asked(engine, some_ids(10), max_tokens=5).all()
@@ -148,6 +185,52 @@ def test_cancel_frees_the_place_and_falls_silent(engine: Engine) -> None:
         while not one.events.empty():
             assert not isinstance(one.events.get(), Done | Failed)
     assert engine.load() == (0, 0)
+
+
+def test_cancel_takes_one_turn(tiny: Loaded) -> None:
+    """Whether it waits, is read or is answered: a cancelled request holds nothing after the next turn."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32)}, max_running=2, threads=1)
+    answered, read, waiting = (Asked(engine, some_ids(n, n), max_tokens=900) for n in (8, 200, 9))
+    with torch.inference_mode():
+        for _ in range(3):
+            engine._turn()
+        assert engine.load() == (2, 1)
+        assert answered.events.qsize() > 1
+        assert read.events.empty()
+        for one in (answered, read, waiting):
+            one.job.cancel()
+            engine._turn()
+            assert one.job not in engine._open
+        assert engine.load() == (0, 0)
+    assert not any(batch.choices for batch in engine._batches.values())
+
+
+class Broken(Alone):
+    """Fails in a way that nobody foresaw, at its second chunk."""
+
+    def prefill(self, prompt: Prompt, keep: Any) -> Steps[Prefilled]:
+        yield 1
+        raise ZeroDivisionError
+
+
+def test_an_unforeseen_error_fails_all_at_once_and_ends_the_engine(tiny: Loaded) -> None:
+    """Whoever waits or is answered hears of it, and nothing new is taken: a supervisor can start a worker anew."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 32), "broken": Broken("broken", tiny, None, 32)}, threads=1)
+    threading.excepthook, hook = lambda args: None, threading.excepthook
+    engine.start()
+    running = Asked(engine, some_ids(8), max_tokens=1900)
+    running.events.get(timeout=10)
+    broken = Asked(engine, some_ids(8), "broken")
+    for one in (running, broken):
+        end = one.all()[-1]
+        assert isinstance(end, Failed)
+        assert "went down" in str(end.error)
+    engine._thread.join(10)
+    threading.excepthook = hook
+    assert not engine.alive
+    assert isinstance(engine.failed, ZeroDivisionError)
+    with pytest.raises(Overloaded):
+        Asked(engine, some_ids(5))
 
 
 def test_a_request_cancelled_before_the_engine_took_it_never_begins(tiny: Loaded) -> None:
