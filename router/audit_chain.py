@@ -87,7 +87,8 @@ class Chain:
         self.root = root
         self.tenant = tenant
         self.folder = chain_folder(root, tenant)
-        self._signer = signer
+        self._signer, self._key_id = signer, signer.id
+        self._lock, self._head = os.fspath(self.folder / "lock"), os.fspath(self.folder / HEAD)
         self._rotate_bytes = rotate_bytes
         self._every = checkpoint_every
         self._state: _State | None = None
@@ -142,8 +143,7 @@ class Chain:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else writes to this chain meanwhile. Raises AuditError when somebody else does, for seconds."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fd = self._lock_file()
         try:
             deadline = time.monotonic() + _LOCK_PATIENCE
             while not _try_lock(fd):
@@ -153,6 +153,13 @@ class Chain:
             yield
         finally:
             os.close(fd)
+
+    def _lock_file(self) -> int:
+        try:
+            return os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
 
     def _current(self) -> _State:
         """What we remember where it still holds, else what lies on disk."""
@@ -209,7 +216,7 @@ class Chain:
 
     def _sign(self, chain: str, seq: int, hash: str) -> Head:
         sig = self._signer.sign(statement(self.tenant, chain, seq, hash))
-        return Head(chain, seq, hash, self._signer.id, sig)
+        return Head(chain, seq, hash, self._key_id, sig)
 
     def _commit(self, state: _State, lines: _Lines) -> None:
         """Records first, then the head over them; where either fails, the file is as it was before."""
@@ -246,7 +253,7 @@ class Chain:
         return Segment(number, today, self.folder / f"{number:06d}-{today}.jsonl"), 0
 
     def _write_head(self, head: Head) -> None:
-        fd = os.open(self.folder / HEAD, os.O_WRONLY | os.O_DSYNC)
+        fd = os.open(self._head, os.O_WRONLY | os.O_DSYNC)
         try:
             os.pwrite(fd, head.encode(), 0)
         finally:

@@ -83,8 +83,11 @@ class Vault:
     root: Path
     tenant: str
     key: ContentKey
+    id: str
+    """Short name of the tenant key."""
     first: str
     """The first day whose content can be read."""
+    _path: Path
     _first_key: bytes
     _stamp: tuple[object, ...]
     _subjects: _Subjects
@@ -108,7 +111,18 @@ class Vault:
         sealer = ContentKey(raw)
         kept = path.with_suffix(".kept")
         held = msgspec.json.decode(read_private(kept), type=dict[str, dict[str, str]]) if kept.exists() else {}
-        return cls(root, tenant, sealer, first, day, stamp, _Subjects(path.with_suffix(".subjects"), sealer), held)
+        return cls(
+            root,
+            tenant,
+            sealer,
+            sealer.id,
+            first,
+            path,
+            day,
+            stamp,
+            _Subjects(path.with_suffix(".subjects"), sealer),
+            held,
+        )
 
     @classmethod
     def create(cls, root: Path, tenant: str, today: str) -> Vault:
@@ -116,15 +130,10 @@ class Vault:
         create_secret(key_path(root, tenant), _written(secrets.token_bytes(32), today, secrets.token_bytes(32)))
         return cls.load(root, tenant)
 
-    @property
-    def id(self) -> str:
-        """Short name of the tenant key."""
-        return self.key.id
-
     def fresh(self) -> bool:
         """Whether nobody has replaced these keys; persons added by others are taken in."""
         self._subjects.refresh()
-        return _stamp(key_path(self.root, self.tenant)) == self._stamp
+        return _stamp(self._path) == self._stamp
 
     def content_key(self, day: str, subject: str | None) -> ContentKey:
         """The key of a day's content of one person (None: of nobody in particular).
@@ -225,14 +234,19 @@ class _Subjects:
     """Bytes of whole lines."""
 
     _name_key: bytes = b""
+    _name: str = ""
 
     def __post_init__(self) -> None:
+        self._name = os.fspath(self.path)
         self._name_key = _derived(self.tenant_key.raw, b"subject")
         self._read()
 
     def refresh(self) -> None:
         """Take in whom other processes added."""
-        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            size = os.stat(self._name).st_size
+        except FileNotFoundError:
+            size = 0
         if size != self._end:
             self._read()
 
