@@ -30,10 +30,10 @@ from workers import pairs
 from workers.errors import LoadFailed
 
 _CUSTODY = frozenset({"expired", "pruned", "erasing", "erased", "hold", "released"})
-_INCIDENTS = frozenset({"lost", "recovered", "pair_demoted"})
+_INCIDENTS = frozenset({"lost", "recovered", "pair_demoted", "pair_probation"})
 _NOT_CHANGES = frozenset({"opened", "started", "stopped", "evidence"}) | _CUSTODY | _INCIDENTS
-_NOBODY = frozenset({"router", "file", "signal", "local", "command"})
-"""Of `who`: what names no person."""
+_NOBODY = frozenset({"file", "signal", "local", "command", "master", "master key"})
+"""Of `who`: what names no person, though one must have done it. `router` is the router itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +287,7 @@ def _seen(
         removed=bool(report.pruned) and (first is None or report.pruned > f"{first:%Y%m%d}"),
         unreported=missing,
         drills=len(about["drills.json"]),
-        named=all(c["who"] not in _NOBODY and c["who"] != "master key" for c in about["changes.json"]),
+        named=all(c["who"] not in _NOBODY for c in about["changes.json"]),
     )
 
 
