@@ -20,7 +20,7 @@ import msgspec
 
 from router import audit_requirements, audit_verify
 from router.audit_custody import Holds
-from router.audit_export import Period, records, write_csv
+from router.audit_export import COLUMNS, Period, records, write_csv
 from router.audit_keys import POLICIES, ROUTER, Signer, chain_folder, load_public
 from router.audit_lines import Anchored, Record, open_line, read_lines, read_pruned, segments
 from router.audit_requirements import Seen
@@ -135,9 +135,10 @@ def _count(found: _Found, record: Record) -> None:
 
 
 def _without_texts(body: dict[str, Any]) -> dict[str, Any]:
-    """What the tables need: sealed texts and facts are in records.jsonl."""
+    """What the tables need, so that a year of records fits in memory: all the rest is in records.jsonl."""
     kept = body.get("content", {})
-    slim = {name: value for name, value in body.items() if name not in ("content", "facts", "later")}
+    slim = {name: body[name] for name in (*COLUMNS, "tried", "usage") if name in body}
+    slim["decision"] = {"reason": (body.get("decision") or {}).get("reason")}
     return slim | ({"content": {"subject": kept["subject"]}} if "subject" in kept else {})
 
 

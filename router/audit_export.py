@@ -32,7 +32,10 @@ class Period:
     last: date | None = None
 
     def __contains__(self, record: Record) -> bool:
-        day = datetime.fromisoformat(record.body["ts"]).astimezone(UTC).date()
+        try:
+            day = datetime.fromisoformat(record.body["ts"]).astimezone(UTC).date()
+        except (KeyError, TypeError, ValueError) as error:
+            raise AuditError(f"record {record.seq} does not say when it was written") from error
         return (self.first is None or day >= self.first) and (self.last is None or day <= self.last)
 
     @property

@@ -186,7 +186,7 @@ class _Walk:
         if mark.chain != head.chain or not signed_by(self._public, mark.sig, said):
             raise AuditError("the mark of what was removed is not signed for this chain by this key")
         if retention is not None and mark.before > day_of(time.time() - retention):
-            raise AuditError(f"records up to {mark.before} were removed, and their retention has not ended")
+            raise AuditError(f"records of days before {mark.before} were removed, which today's retention keeps")
         for earlier, line in pairwise(self._anchored):
             # What stands between two anchored heads was written after the earlier one was handed over.
             if earlier.seq < line.seq <= mark.seq and earlier.ts[:10].replace("-", "") >= mark.before:
