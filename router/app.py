@@ -294,7 +294,7 @@ def create_app(
     audit = open_audit(settings.audit, metrics)
     lane = LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics)
     fleet, pools = fleet or KnownFleet(), Pools()
-    shadow = Shadow(fleet, pools, lane.demotion, audit)
+    shadow = Shadow(fleet, pools, lane.demotion, audit, stopped=lane.stops.holds)
     shadow.watch(metrics)
     parts = Parts(
         fleet=fleet,

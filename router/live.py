@@ -36,12 +36,8 @@ async def running(settings: Settings) -> list[WorkerState]:
     """Workers that answer on the sockets of the configuration, and those in the registry."""
     states = await asyncio.gather(*(_state(url) for url in _addresses(settings)))
     found = {state.name: state for state in states if state is not None}
-    registry = Registry(_redis(settings))
-    try:
-        for state in await registry.discover() or ():
-            found.setdefault(state.name, state)
-    finally:
-        await registry.close()
+    for state in await _registered(settings):
+        found.setdefault(state.name, state)
     return list(found.values())
 
 
@@ -76,10 +72,18 @@ def _addresses(settings: Settings) -> list[str]:
     return [*spawned, *(w.url for w in settings.workers if w.url is not None)]
 
 
-def _redis(settings: Settings) -> RedisConfig:
-    if settings.redis.url != "embedded":
-        return settings.redis
-    return RedisConfig(url=EmbeddedRedis(settings.redis_folder).url)
+async def _registered(settings: Settings) -> list[WorkerState]:
+    """What the registry knows; nothing where no server answers."""
+    config = settings.redis
+    if config.url == "embedded":
+        if not settings.redis_folder.exists():  # no router ever ran here
+            return []
+        config = RedisConfig(url=EmbeddedRedis(settings.redis_folder).url)
+    registry = Registry(config)
+    try:
+        return await registry.discover() or []
+    finally:
+        await registry.close()
 
 
 async def _state(url: str) -> WorkerState | None:

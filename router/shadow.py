@@ -109,10 +109,13 @@ class Shadow:
         demotion: Demotion,
         audit: Audit,
         *,
+        stopped: Callable[[str, str], bool] = lambda pair, tenant: False,
         draw: Callable[[], float] = random.random,
         pause: float = _PAUSE_S,
     ) -> None:
         self._fleet, self._pools, self._demotion, self._audit = fleet, pools, demotion, audit
+        self._stopped = stopped
+        """By pair and tenant: a stop button holds, and the pair is not run for a comparison either."""
         self._draw = draw
         self._pause = pause
         self._waiting: deque[Sample] = deque()
@@ -179,6 +182,9 @@ class Shadow:
         """Compare as soon as a worker that holds the pair is idle."""
         answer = texts_of(_read(sample.said))[0]
         while time.monotonic() < sample.until:
+            if self._stopped(sample.pair, sample.call.tenant.name):
+                self._dropped["stopped"] += 1
+                return
             holder = self._idle(sample.pair)
             if holder is not None and isinstance(holder.state, PairState):
                 twin = _WhenIdle(self._pools, holder.worker.url, sample, self._pause)

@@ -127,6 +127,20 @@ async def test_a_worker_that_is_never_idle_costs_callers_nothing(lab: Lab, tmp_p
     assert dropped == {'{cause="queue_full"}': 5.0}  # one is in hand, waiting for an idle moment
 
 
+async def test_a_stopped_pair_is_not_run_for_a_comparison_either(lab: Lab, tmp_path: Path) -> None:
+    """What waited when the button was pressed is dropped and counted."""
+    async with shadowed(lab, tmp_path, busy=True) as (door, _):
+        await ask(door, "same", temperature=0)
+        stop = {"target": "pair:twin", "reason": "a test"}
+        stopped = await door.session.post(
+            "/admin/stops", json=stop, headers={"authorization": "Bearer sk-master-0123456789"}
+        )
+        assert stopped.status == 200, await stopped.text()
+        async with asyncio.timeout(10):
+            while await figures(door, "agreement_dropped_total") != {'{cause="stopped"}': 1.0}:
+                await asyncio.sleep(0.1)
+
+
 async def test_a_share_of_none_compares_nothing(lab: Lab, tmp_path: Path) -> None:
     """The default: nobody is sampled."""
     async with shadowed(lab, tmp_path, share=0.0) as (door, _):
