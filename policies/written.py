@@ -8,4 +8,4 @@ from pydantic import BaseModel, ConfigDict
 class Written(BaseModel):
     """Frozen, and unknown keys are refused: a misspelt rule must never be ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())

@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,12 @@ _MOST_KEYS = 4096
 
 def day_of(at: float) -> str:
     """YYYYMMDD of a moment, UTC: content is kept, and expires, by the day."""
-    return datetime.fromtimestamp(at, UTC).strftime("%Y%m%d")
+    return _written_day(int(at // 86400))
+
+
+@lru_cache(maxsize=16)
+def _written_day(day: int) -> str:
+    return datetime.fromtimestamp(day * 86400, UTC).strftime("%Y%m%d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,11 @@ class ContentKey:
     """Seals and digests content."""
 
     raw: bytes
+    _digests: bytes = field(init=False, repr=False, compare=False)
+    """Derived once: every record is digested, and the key of a day serves many."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_digests", _derived(self.raw, b"digest"))
 
     @property
     def id(self) -> str:
@@ -73,7 +84,7 @@ class ContentKey:
 
     def digest(self, plain: bytes) -> str:
         """Keyed SHA-256: tells equal content from different, and cannot be guessed without the key."""
-        return hmac.digest(_derived(self.raw, b"digest"), plain, "sha256").hex()
+        return hmac.digest(self._digests, plain, "sha256").hex()
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ PARAMS = ("litellm_params", "relay_params", "local_params", "cache_params")
 class _Limited(BaseModel):
     """What a deployment may take; for all kinds."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(defer_build=True, frozen=True)
 
     rpm: int | None = Field(None, ge=0)
     tpm: int | None = Field(None, ge=0)
@@ -76,7 +76,7 @@ class _Limited(BaseModel):
 class LiteLLMParams(_Limited):
     """LiteLLM's call parameters. Keys that are not listed are defaults put into the request."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
     model: str = Field(min_length=1)
     api_base: str | None = None
@@ -162,7 +162,7 @@ class Latency(Config):
 class ModelInfo(BaseModel):
     """What is known of a deployment. Other keys are kept as they are."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
     id: str | None = None
     region: str | None = None

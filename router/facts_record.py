@@ -6,8 +6,7 @@ They hold no content: numbers, names from the configuration, and labels that pol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import msgspec
@@ -20,6 +19,10 @@ VERSION = 1
 
 class NotReplayable(Exception):
     """The facts of a record cannot be read. The message says why."""
+
+
+_AS_IT_IS = frozenset({str, int, float, bool, type(None), dict})
+"""JSON already. A record is made of every request: what does not have to be looked into is not."""
 
 
 def pack_all(found: Sequence[Facts]) -> dict[str, Any]:
@@ -41,22 +44,27 @@ def unpack_all(record: object) -> list[Facts]:
 
 def _packed(value: Any) -> Any:
     kind: type[Any] = type(value)
-    if is_dataclass(kind):
-        return {
-            name: _packed(found)
-            for name, default in _defaults(kind)
-            if (found := getattr(value, name)) != default or default is MISSING
-        }
-    if isinstance(value, tuple | list):
+    if kind in _AS_IT_IS:
+        return value
+    if kind is tuple or kind is list:
         return [_packed(v) for v in value]
-    if isinstance(value, frozenset | set):
+    if kind is frozenset or kind is set:
         return sorted(value)
-    return value
+    packed = {}
+    for name, default in _DEFAULTS.get(kind) or _look_up(kind):
+        found = getattr(value, name)
+        if found is not default and found != default:
+            packed[name] = found if type(found) in _AS_IT_IS else _packed(found)
+    return packed
 
 
-@cache
-def _defaults(kind: type[Any]) -> tuple[tuple[str, object], ...]:
-    return tuple((f.name, _default(f)) for f in fields(kind))
+_DEFAULTS: dict[type[Any], tuple[tuple[str, object], ...]] = {}
+"""Fields with their defaults, by class of facts."""
+
+
+def _look_up(kind: type[Any]) -> tuple[tuple[str, object], ...]:
+    found = _DEFAULTS[kind] = tuple((f.name, _default(f)) for f in fields(kind))
+    return found
 
 
 def _default(field: Field[Any]) -> object:

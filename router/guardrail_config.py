@@ -31,7 +31,7 @@ class OwnGuardrail(Hook):
 class GuardrailParams(BaseModel):
     """LiteLLM's `litellm_params` of a guardrail, without those that let something pass unchecked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
     guardrail: Literal["generic_guardrail_api"]
     mode: Mode | tuple[Mode, ...]

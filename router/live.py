@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from router.settings import Settings
@@ -88,6 +87,8 @@ async def _registered(settings: Settings) -> list[WorkerState]:
 
 async def _state(url: str) -> WorkerState | None:
     """None where nobody answers."""
+    import aiohttp
+
     unix = url.startswith("unix:")
     connector = aiohttp.UnixConnector(url.removeprefix("unix:")) if unix else None
     base = "http://worker" if unix else url.rstrip("/").removesuffix("/v1")

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from router.errors import TransportError, Unavailable
@@ -81,7 +80,7 @@ class Twin:
         self._address = f"{base}/counterfactual"
         self._pair = pair
         self._background = background
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._timeout = timeout
 
     async def ask(
         self,
@@ -97,10 +96,11 @@ class Twin:
         body = Counterfactual(
             request=_raw(request), kind=kind, chat=chat, other=other, score=score, background=self._background
         )
+        import aiohttp  # `Pools` has it by now; a router without pairs is spared it
+
+        timeout = aiohttp.ClientTimeout(total=self._timeout)
         try:
-            async with self._session.post(
-                self._address, data=msgspec.json.encode(body), timeout=self._timeout
-            ) as response:
+            async with self._session.post(self._address, data=msgspec.json.encode(body), timeout=timeout) as response:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unavailable(f"The worker did not answer: {type(error).__name__}.") from error

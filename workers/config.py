@@ -64,7 +64,7 @@ Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
 class Config(BaseModel):
     """Frozen, and unknown keys are refused: a misspelt key must never be ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
 
 class ModelConfig(Config):
