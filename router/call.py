@@ -35,8 +35,6 @@ class Call:
     budget_ms: float | None = None
     pinned: str | None = None
     session: str | None = None
-    deadline: float | None = None
-    """On the `perf_counter` clock; None where the caller set no bound."""
     told_labels: str | None = None
     """`x-twolane-labels` as it was sent."""
     labels: dict[str, str] = field(default_factory=dict)

@@ -7,7 +7,6 @@ workers come, go and fill up.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -31,6 +30,8 @@ from workers.protocol import (
 )
 
 Role = Literal["pair", "model"]
+_BEYOND_S = 1.0
+"""How long after the router a worker gives up on an answer: the router ends it first where it can reach the worker."""
 
 
 class Fleet(Protocol):
@@ -123,6 +124,7 @@ class OnWorker:
         self._pools = pools
         self._demotion = demotion
         self._timeout = timeout
+        self._gives_up = str(round((timeout + _BEYOND_S) * 1000))
 
     async def send(self, call: Call) -> Reply:
         ready = [h for h in held(self._fleet, self._role, self._name, self._demotion) if h.state.ready]
@@ -132,7 +134,7 @@ class OnWorker:
         base = url if url.startswith("unix:") else url.rstrip("/").removesuffix("/v1") + "/v1"
         target = Target(base=base, model=self._name, timeout=self._timeout, worker=True)
         try:
-            return await exchange(self._pools, target, call, scope(call))
+            return await exchange(self._pools, target, call, scope(call, self._gives_up))
         except Refused as error:
             # The caller's mistake here may be none elsewhere: another deployment has a longer context.
             raise TransportError(
@@ -147,8 +149,10 @@ class OnWorker:
         """Nothing of its own: whoever made the pools closes them."""
 
 
-def scope(call: Call) -> dict[str, str]:
-    """Headers that say on whose account it runs, whose KV may be read and written, and when the answer is wanted."""
+def scope(call: Call, gives_up: str) -> dict[str, str]:
+    """Headers that say on whose account it runs, whose KV may be read and written, and after how many milliseconds
+    nobody waits any more for a plain answer. A stream may go on for as long as it brings something.
+    """
     headers = {ACCOUNT: call.tenant.name, WEIGHT: str(call.tenant.weight)}
     if call.tenant.audit.content == "full":
         headers[RECORD] = "1"
@@ -159,6 +163,6 @@ def scope(call: Call) -> dict[str, str]:
         headers[KV_MAX_BYTES] = str(kv.max_bytes)
         if kv.encrypt:
             headers[KV_ENCRYPT] = "1"
-    if call.deadline is not None:
-        headers[DEADLINE_MS] = str(max(1, round((call.deadline - time.perf_counter()) * 1000)))
+    if not call.stream:
+        headers[DEADLINE_MS] = gives_up
     return headers

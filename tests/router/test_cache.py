@@ -121,6 +121,15 @@ async def test_scope_is_the_tenants(
     assert tuple(told.get(name) for name in names) == scope
 
 
+async def test_a_worker_knows_when_nobody_waits_any_more(tmp_path: Path, up: Upstream, on_worker: Upstream) -> None:
+    """A plain call tells the timeout and a second; a stream, which may go on as long as it brings something, none."""
+    settings = config(up) | {"router_settings": {"num_retries": 0, "timeout": 7}}
+    async with router(tmp_path, settings, KnownFleet([worker(on_worker.base)])) as door:
+        await door.post(model="m")
+        await door.post(model="m", stream=True)
+    assert [seen.headers.get("x-twolane-deadline-ms") for seen in on_worker.seen] == ["8000", None]
+
+
 @pytest.mark.parametrize(
     ("status", "code"),
     [(503, "overloaded"), (404, "model_not_found"), (400, "context_length_exceeded"), (500, "worker_error")],
