@@ -13,7 +13,7 @@ import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -35,6 +35,11 @@ from router.transports.cache import Fleet
 log = structlog.get_logger("twolane.router")
 
 _DASHBOARD = Path(__file__).parent / "dashboard"
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 Reload = Callable[[str], Awaitable[dict[str, Any]]]
@@ -78,8 +83,7 @@ class Pages:
             Route("/metrics", self.metrics),
             *(self._admins.guard(route, self._is_tenant) for route in self._administration()),
         ]
-        if (_DASHBOARD / "index.html").exists():
-            routes.append(Mount("/", StaticFiles(directory=_DASHBOARD, html=True)))
+        routes += [Route("/", self.dashboard), Mount("/dashboard", StaticFiles(directory=_DASHBOARD))]
         handlers: Any = {HTTPException: _http_error, RouterError: _router_error, Exception: _failure}
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
@@ -153,6 +157,10 @@ class Pages:
             raise BadRequest("There is no such decision.", status=404, code="decision_not_found", param="id")
         return Response(found, media_type="application/json")
 
+    async def dashboard(self, request: Request) -> Response:
+        """For anybody: it shows nothing that its reader's key does not open."""
+        return FileResponse(_DASHBOARD / "index.html", headers=_PAGE_HEADERS)
+
     async def alive(self, request: Request) -> Response:
         return _json("I'm alive!")
 
@@ -192,7 +200,7 @@ class Pages:
             }
             for pair in self._endpoint.dispatcher.settings.pairs
         ]
-        return _json({"object": "list", "data": data})
+        return _json({"object": "list", "data": data, "tenants": self._endpoint.tenants.names})
 
     async def reload(self, request: Request) -> Response:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +263,22 @@ async def test_a_stop_holds_though_it_cannot_be_kept(house: House) -> None:
     assert await house.lane() == "text"
     file.rmdir()
     await house.door.app.parts.audit.start()
+
+
+async def test_the_dashboard_presses_these_buttons(house: House) -> None:
+    """The page needs no key and no network, runs no foreign script, and asks only for what is served here."""
+    page, script = await house.door.get("/", key=None), await house.door.get("/dashboard/page.js", key=None)
+    style = await house.door.get("/dashboard/page.css", key=None)
+    assert (page.status, script.status, style.status) == (200, 200, 200)
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert b"://" not in page.raw + script.raw + style.raw
+    assert b"innerHTML" not in script.raw
+    asked = {m.group(1) for m in re.finditer(r'"(/admin/[a-z]+)', script.raw.decode())}
+    assert asked == {"/admin/stops", "/admin/pairs"}
+    ids = set(re.findall(r'\bid="([a-z]+)"', page.raw.decode()))
+    assert set(re.findall(r'\bat\("([a-z]+)"\)', script.raw.decode())) <= ids
+    shown = (await house.admin("GET", "/admin/pairs")).json
+    assert shown["tenants"] == ["a", "b", "default"]
 
 
 # -- named administrators
