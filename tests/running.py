@@ -45,13 +45,18 @@ class Router:
 
     def post(self, path: str, body: object, key: str | None = None) -> Any:
         """POST JSON; an error status is returned as its body too."""
+        return self.request("POST", path, body, key)[2]
+
+    def request(self, method: str, path: str, body: object, key: str | None = None) -> tuple[int, dict[str, str], Any]:
+        """Status, headers in lower case, and the JSON body."""
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-        asked = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers)
+        asked = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers, method=method)
         try:
-            with urllib.request.urlopen(asked, timeout=10) as got:
-                return json.loads(got.read())
+            got = urllib.request.urlopen(asked, timeout=30)
         except urllib.error.HTTPError as error:
-            return json.loads(error.read())
+            got = error
+        with got:
+            return got.status, {name.lower(): value for name, value in got.headers.items()}, json.loads(got.read())
 
 
 @contextlib.contextmanager

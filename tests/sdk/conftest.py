@@ -110,9 +110,11 @@ def running_server() -> Iterator[Server]:
         thread.start()
         while not http.started:
             time.sleep(0.01)
-        yield state
-        http.should_exit = True
-        thread.join(timeout=10)
+        try:
+            yield state
+        finally:
+            http.should_exit = True
+            thread.join(timeout=10)
 
 
 @pytest.fixture
