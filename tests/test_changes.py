@@ -23,6 +23,8 @@ from tests.router.gateway import KEY, until
 from tests.router.test_admin import living
 
 READS = {
+    "audit evidence",
+    "audit export",
     "audit holds",
     "audit replay",
     "audit show",
