@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import msgspec
 
 from router import audit_verify
 from router.audit_keys import ROUTER, AuditError
+from router.audit_lines import Record
 from workers.protocol import Run
 
 With = Literal["receiver", "relay", "zero", "shuffled"]
@@ -63,22 +65,21 @@ def find(root: Path, id: str, tenant: str | None = None) -> Recorded:
     raise NothingToReplay("not_found", f"no record of {id}" + (f" in the chain of {tenant}" if tenant else ""))
 
 
-def others(root: Path, recorded: Recorded) -> list[Recorded]:
-    """Other requests of the tenant that the same deployment answered and that can be read, the newest first."""
-    found: dict[str, _Found] = {}
+def others(root: Path, recorded: Recorded, most: int = 32) -> list[Recorded]:
+    """Other requests of the tenant that the same deployment answered and that can be read, the newest first, from among
+    the last `most`."""
+    wanted = ("outcome", "answered", recorded.deployment)
+    last: deque[Record] = deque(maxlen=most)
     chain = ""
     for record in audit_verify.records(root, recorded.tenant):
-        chain = record.body.get("chain", chain)
-        id = str(record.body.get("id", ""))
-        if id and id != recorded.id and record.body.get("kind") in ("intent", "outcome"):
-            _take(found.setdefault(id, _Found()), root, recorded.tenant, chain, record)
-    wanted = ("answered", recorded.deployment)
-    return [
-        _recorded(recorded.tenant, entry)
-        for entry in reversed(list(found.values()))
-        if (entry.body.get("result"), entry.body.get("deployment")) == wanted
-        and {"request", "answer"} <= entry.texts.keys()
-    ]
+        body = record.body
+        chain = body.get("chain", chain)
+        if (body["kind"], body.get("result"), body.get("deployment")) == wanted and body.get("id") != recorded.id:
+            last.append(record)
+    found = [_Found() for _ in last]
+    for entry, record in zip(found, last, strict=True):
+        _take(entry, root, recorded.tenant, chain, record)
+    return [_recorded(recorded.tenant, e) for e in reversed(found) if {"request", "answer"} <= e.texts.keys()]
 
 
 def _look(root: Path, tenant: str, id: str) -> _Found | None:
@@ -92,7 +93,7 @@ def _look(root: Path, tenant: str, id: str) -> _Found | None:
     return found if found.body else None
 
 
-def _take(found: _Found, root: Path, tenant: str, chain: str, record: Any) -> None:
+def _take(found: _Found, root: Path, tenant: str, chain: str, record: Record) -> None:
     """Add one record; what cannot be opened stays closed, and `_recorded` says why."""
     found.body |= record.body
     try:

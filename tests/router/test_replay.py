@@ -197,7 +197,7 @@ def recorded_all(root: Path) -> list[Recorded]:
     one = recorded.find(root, next(iter(known)))
     found = [one]
     for deployment in ("cache", "same", "alone", "relay", "outside"):
-        found += recorded.others(root, replace(one, deployment=deployment, id=""))
+        found += recorded.others(root, replace(one, deployment=deployment, id=""), 1000)
     return found
 
 
