@@ -235,13 +235,20 @@ class Audit:
             self._finish([(job, AuditError("too much waits for the disk"))])
         else:
             self._held.append(job)
-            if done is not None or len(self._held) >= BATCH:
+            if done is not None:
+                self._hand_over(tenant)
+            elif len(self._held) >= BATCH:
                 self._hand_over()
             elif len(self._held) == 1:
                 self._loop.call_later(_LINGER, self._hand_over)
 
-    def _hand_over(self) -> None:
-        held, self._held = self._held, []
+    def _hand_over(self, tenant: str | None = None) -> None:
+        """What is held; of one tenant where somebody waits for that: other chains' syncs would keep them waiting."""
+        if tenant is None:
+            held, self._held = self._held, []
+        else:
+            held = [job for job in self._held if job.tenant == tenant]
+            self._held = [job for job in self._held if job.tenant != tenant]
         if held and self._thread is not None and self._thread.is_alive():
             self._jobs.put(held)
         else:

@@ -176,6 +176,7 @@ async def test_disk_full(tmp_path: Path) -> None:
         lab = tenant("lab", regulated=False)
         await audit.intent(call("dec_1", tenant()), decision())
         await audit.outcome(call("dec_1", lab), decision(), outcome())
+        await eventually(lambda: (tmp_path / "lab").exists() and "outcome" in kinds(tmp_path, "lab"))
         with file_limit(2000):
             for n in range(5):
                 with pytest.raises(Unrecorded):
