@@ -64,7 +64,11 @@ class Stops:
         """Targets that were stopped through this router since it started."""
         self._done: frozenset[Wish] = frozenset()
         self._seen: object = ()
+        """Stamp of the file as it was last read: whatever is written after that reading is seen by the next look."""
+        self._dirty = False
+        """The file may not hold what is known; tried again until it does."""
         self._fault = ""
+        self._unsaved = ""
         self._targets: frozenset[str] = frozenset()
         self._lock = asyncio.Lock()
         news.listen(_PREFIX, self._heard)
@@ -124,25 +128,29 @@ class Stops:
             await self.look()
 
     async def look(self) -> None:
-        """Take in the file if it changed."""
-        if await asyncio.to_thread(self._stamp) != self._seen:
+        """Take in the file if it changed, and write to it what was heard."""
+        if self._dirty or await asyncio.to_thread(self._stamp) != self._seen:
             await self._save()
 
     async def _save(self) -> str:
         """Exchange with the file; why it does not hold what is known, or nothing."""
         async with self._lock:
+            self._dirty = False
             before = await asyncio.to_thread(self._stamp)
             if before != self._seen:
                 self._done = frozenset()
+            self._seen = before
             try:
                 found = await asyncio.to_thread(exchange, self.path, dict(self._known), self._clock(), self._done)
             except Exception as error:  # whatever it is, nobody knows now what the file says
                 fault = str(error) if isinstance(error, BadStops) else type(error).__name__
-                self._seen = before
                 self._broken(fault)
                 return f"{self.path}: {fault}"
-            self._seen = await asyncio.to_thread(self._stamp) if not found.unsaved else before
             self._broken("")
+            self._dirty = bool(found.unsaved)
+            if found.unsaved and found.unsaved != self._unsaved:
+                log.error("stops_not_kept", why=found.unsaved)
+            self._unsaved = found.unsaved
             for stop in found.stops.values():
                 if self._take(stop):
                     self._share(stop)
@@ -181,7 +189,7 @@ class Stops:
             stop = msgspec.structs.replace(own, seq=stop.seq + 1)
             self._share(stop)
         if self._take(stop):
-            self._seen = ()  # the next look writes it to the file
+            self._dirty = True
 
     def _take(self, stop: Stop) -> bool:
         merged = newest(self._known, {stop.target: stop})

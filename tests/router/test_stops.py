@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 import yaml
@@ -140,6 +141,29 @@ def test_a_file_that_cannot_be_written_is_read_all_the_same(tmp_path: Path) -> N
     done = frozenset({Wish(s.target, s.stopped, s.reason, s.by, s.drill) for s in first.adopted})
     lifted = Wish("cache", False, "mended", "lee").after(first.stops["cache"], 1001.0)
     assert not exchange(file, {"cache": lifted}, 1001.0, done).stops["cache"].stopped
+
+
+async def test_a_file_that_cannot_be_written_is_taken_up_once(tmp_path: Path) -> None:
+    """What a person wrote there counts once: what is lifted elsewhere stays lifted, whatever else is heard."""
+    file = tmp_path / "stops.yaml"
+    leave(file, Wish("cache", True, "by hand", "kim"))
+    file.with_name(".stops.yaml.lock").unlink()
+    file.with_name(".stops.yaml.lock").mkdir()
+    told: list[Stop] = []
+
+    async def adopted(stop: Stop) -> None:
+        told.append(stop)
+
+    news = Newest(None)
+    stops = Stops(file, news, adopted=adopted)
+    await stops.look()
+    assert stops.in_force() == {"cache"}
+    assert (await stops.put(Wish("cache", False, "mended", "lee"))).file
+    other = Wish("pair:duo", True, "heard", "lee").after(None, 1.0)
+    stops._heard("pair:duo", msgspec.json.encode(other), False)
+    for _ in range(3):
+        await stops.look()
+    assert (stops.in_force(), [s.by for s in told]) == ({"pair:duo"}, ["kim"])
 
 
 # -- routers that share a Redis
