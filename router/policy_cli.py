@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -13,8 +12,9 @@ import yaml
 from router import audit_verify
 from router.audit_keys import AuditError
 from router.audit_options import log_folder, which_log
+from router.policy_diff import compare_versions
 from router.policy_replay import Again, replay
-from router.policy_versions import Version, changes, read_version
+from router.policy_versions import Version, read_version
 from router.source import ConfigError
 
 _Written = click.Path(exists=True, path_type=Path)
@@ -28,29 +28,30 @@ def policy_commands() -> None:
 @policy_commands.command("diff")
 @click.argument("old", type=_Written)
 @click.argument("new", type=_Written)
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of an audit log: decide its requests under both.",
+)
+@click.option("--no-widen", is_flag=True, help="Exit status 1 when anything widens.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-def diff(old: Path, new: Path, as_json: bool) -> None:
-    """Name what NEW changes for each tenant of OLD: tenant files, folders of them, or configurations."""
-    before, after = _read(old), _read(new)
-    told = [_tenant(name, before, after) for name in sorted({*before.tenants, *after.tenants})]
-    told = [entry for entry in told if entry["state"] != "same"]
+def diff(old: Path, new: Path, against: Path | None, no_widen: bool, as_json: bool) -> None:
+    """Name what NEW changes for each tenant of OLD: tenant files, folders of them, or configurations.
+
+    A change widens when something is allowed, or less is guarded, that was not before; a new tenant widens too.
+    """
+    try:
+        found = compare_versions(_read(old), _read(new), against)
+    except (AuditError, OSError) as error:
+        raise click.ClickException(str(error)) from error
     if as_json:
-        click.echo(json.dumps({"tenants": told}))
-        return
-    for entry in told:
-        click.echo(f"{entry['tenant']}: {entry['state']}")
-        for change in entry["changes"]:
-            click.echo(f"  {change['text']}")
-    if not told:
+        click.echo(json.dumps({"tenants": [asdict(entry) for entry in found]}))
+    elif not found:
         click.echo("nothing changes")
-
-
-def _tenant(name: str, before: Version, after: Version) -> dict[str, Any]:
-    old, new = before.tenants.get(name), after.tenants.get(name)
-    if old is None or new is None:
-        return {"tenant": name, "state": "added" if old is None else "removed", "changes": []}
-    found = [{"key": c.key, "old": c.old, "new": c.new, "text": str(c)} for c in changes(old, new)]
-    return {"tenant": name, "state": "changed" if found else "same", "changes": found}
+    else:
+        for entry in found:
+            click.echo("\n".join(entry.lines()))
+    raise SystemExit(1 if no_widen and any(entry.widens for entry in found) else 0)
 
 
 @policy_commands.command("show")

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from router.cli import main
+from tests.router.gateway import KEY, deployment, router, upstream
 
 
 def run(*arguments: str | Path) -> Result:
@@ -40,3 +42,51 @@ def test_diff_of_the_same_is_nothing(tmp_path: Path) -> None:
     file = tenant(tmp_path, "a", "models: [x]\n")
     assert run("diff", file, tmp_path).output == "nothing changes\n"
     assert json.loads(run("diff", file, file, "--json").output) == {"tenants": []}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "words"),
+    [
+        ("models: [x]", "models: [x, y]", 1, ["widens", "newly allowed: model y"]),
+        ("models: [x, y]", "models: [x]", 0, ["narrows"]),
+        ("transports: [cache, text]", "transports: [text, cache]", 0, ["moves"]),
+        ("rpm_limit: 5", "{}", 1, ["rpm_limit: 5 -> not set (widens)"]),
+        ("kv: {encrypt: true}", "kv: {encrypt: false}", 1, ["kv.encrypt: true -> false (widens)"]),
+        ("audit: {content: none}", "audit: {content: full}", 0, ["narrows"]),
+        ("max_budget: 5", "max_budget: 4", 0, ["narrows"]),
+    ],
+)
+def test_widening_is_named_and_refused(tmp_path: Path, old: str, new: str, status: int, words: list[str]) -> None:
+    """By what becomes possible; with --no-widen the exit status says it, without it never does."""
+    lines = ["" if text == "{}" else f"{text}\n" for text in (old, new)]
+    before, after = (tenant(tmp_path / side, "a", text) for side, text in zip(("old", "new"), lines, strict=True))
+    told = run("diff", before, after, "--no-widen")
+    assert told.exit_code == status, told.output
+    assert all(word in told.output for word in words), told.output
+    assert run("diff", before, after).exit_code == 0
+
+
+def test_an_added_tenant_widens(tmp_path: Path) -> None:
+    """Somebody who could not ask may ask now."""
+    tenant(tmp_path / "old", "a")
+    tenant(tmp_path / "new", "a")
+    tenant(tmp_path / "new", "b")
+    assert run("diff", tmp_path / "old", tmp_path / "new", "--no-widen").exit_code == 1
+    assert run("diff", tmp_path / "new", tmp_path / "old", "--no-widen").exit_code == 0
+
+
+async def test_diff_against_the_log_names_who_moves(tmp_path: Path) -> None:
+    """Recorded requests are decided under both versions: how many would be refused, and what they took."""
+    async with upstream() as up:
+        listed = [deployment("x", up), deployment("y", up)]
+        async with router(tmp_path, {"model_list": listed, "tenants": [{"name": "a", "key": KEY}]}) as door:
+            for model in ("x", "x", "y"):
+                assert (await door.post(model=model)).status == 200
+    before, after = tenant(tmp_path / "old", "a"), tenant(tmp_path / "new", "a", "models: [x]\n")
+    told = run("diff", before, after, "--against", tmp_path / "audit", "--json")
+    (entry,) = json.loads(told.output)["tenants"]
+    assert entry["replayed"]["requests"] == 3
+    assert entry["replayed"]["moved"] == {"text -> refused": 1}
+    assert entry["replayed"]["recorded_ms"] > 0
+    shown = run("diff", before, after, "--against", tmp_path / "audit").output
+    assert "of 3 recorded requests 1 would go elsewhere" in shown
