@@ -169,7 +169,7 @@ def _official(pair: _Parts, folder: Path, file: pairs.PairFile | None) -> Runtim
     read = [_checkpoint(pair, place) for place in range(len(pair.sharers))]
     fuser = read[0].fuser if len(read) == 1 else JointFuser([o.fuser for o in read], _fusion(pair.config, read))
     if file is not None and not pair.config.fusers:
-        _require_digest(folder, file, fuser)
+        _require_digest(folder, file, pair.receiver, fuser)
     _require_mode(pair.config.name, fuser, pair.mode)
     first = read[0]
     if any(official.aligned for official in read):
@@ -209,12 +209,13 @@ def _checkpoint(pair: _Parts, place: int) -> Official:
     if own and (folder / "pair.json").exists():
         file = pairs.read_pair(folder)
         check_parties(file, [sharer], receiver)
-        _require_digest(folder, file, official.fuser)
+        _require_digest(folder, file, receiver, official.fuser)
     return official
 
 
-def _require_digest(folder: Path, file: pairs.PairFile, fuser: Fuser | JointFuser) -> None:
-    if file.fuser.digest != fuser.digest:
+def _require_digest(folder: Path, file: pairs.PairFile, receiver: Loaded, fuser: Fuser | JointFuser) -> None:
+    """The digest is over weights in the receiver's dtype: in another one it says nothing, and the pair is unproven."""
+    if file.receiver.dtype == receiver.identity["dtype"] and file.fuser.digest != fuser.digest:
         raise LoadFailed(f"{folder}: its weights are not those that pair.json names")
 
 

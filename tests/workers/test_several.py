@@ -193,6 +193,24 @@ def test_such_a_folder_can_be_proven(place: Path, loader: Loader, tmp_path: Path
             paired(place, loader, **asked)
 
 
+def test_another_dtype_is_unproven_and_not_refused(place: Path, loader: Loader, tmp_path: Path) -> None:
+    """The digest of an official fuser is over its weights in the receiver's dtype; a report on another counts not."""
+    fleet = fleet_of(place)
+    folder = tmp_path / "one"
+    shutil.copytree(place / "fuser_1", folder)
+    receiver, sharer, _ = [loader.load(c) for c in fleet.models]
+    config = PairConfig(name="p", sharer="sharer_1", receiver="receiver", fuser=str(folder))
+    runtime = hold_pair(fleet, config, loader, None, 512).runtime
+    assert isinstance(runtime, Paired)
+    info = FuserInfo("c2c", runtime.fuser.digest, parameters=runtime.fuser.parameters)
+    publish(folder, "one", sharer, receiver, info, mode="fuse", scope="prompt", made="2026-01-01")
+    half = fleet.model_copy(update={"models": tuple(c.model_copy(update={"dtype": "bfloat16"}) for c in fleet.models)})
+    held = hold_pair(half, config, loader, None, 512)
+    assert held.state.verdict == "unproven"
+    assert held.runtime.fingerprint != runtime.fingerprint
+    assert finish(held.runtime, Prompt(IDS, 0)).kv.keys[0].dtype is torch.bfloat16
+
+
 def _fields(file: pairs.PairFile) -> dict[str, Any]:
     return {name: getattr(file, name) for name in file.__struct_fields__}
 
