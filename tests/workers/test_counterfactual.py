@@ -184,7 +184,7 @@ async def test_what_waits_begins_only_in_idle_moments_and_gives_way(
     """A background answer is refused while a caller's runs, and ends with 503 when a caller comes; the caller is
     answered as if alone."""
     client, running = worker
-    long = {"max_tokens": 1500}
+    long = {"max_tokens": 400}
     background = asyncio.create_task(client.post("/counterfactual", json=ask(request=long, background=True)))
     await until(lambda: running.engine.load()[0] == 1)
     caller = await client.post("/v1/chat/completions", json=ask()["request"])
