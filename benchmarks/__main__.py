@@ -9,7 +9,8 @@ from pathlib import Path
 if __name__ == "__main__":
     here = Path(__file__).parent
     # `spine` asks a running router; it is run by hand.
-    names = sorted(p.stem for p in here.glob("*.py") if p.stem not in {"__init__", "__main__", "spine"})
+    files = {p.stem for p in here.glob("*.py")} | {p.parent.name for p in here.glob("*/__main__.py")}
+    names = sorted(files - {"__init__", "__main__", "spine"})
     failed = []
     for name in names:
         print(f"\n== {name}", flush=True)

@@ -193,7 +193,7 @@ class Decisions:
     The youngest wait to be encoded a few at a time: in a row that costs half of what it costs amid a request.
     """
 
-    def __init__(self, most: int = 10_000, most_bytes: int = 8 * 2**20) -> None:
+    def __init__(self, most: int = 10_000, most_bytes: int = 4 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
         self._bytes = 0
