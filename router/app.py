@@ -34,6 +34,7 @@ from router.http import Receive, Scope, Send
 from router.lane_house import LaneHouse, record_or_log
 from router.limits import Limits
 from router.pages import Pages
+from router.passthrough import Passthrough
 from router.places import Allowance
 from router.settings import ConfigError, Settings
 from router.shadow import Shadow
@@ -83,6 +84,7 @@ class App:
         self._seen = _stamp(path)
         self._litellm: LiteLLMThread | None = None
         self.endpoint = Endpoint(self._dispatcher(settings), parts.tenants, settings.max_body_bytes)
+        self._passthrough = Passthrough(self.endpoint)
         self._hot = {f"{version}{path}" for version in ("", "/v1") for path in PATHS}
         pages = Pages(
             self.endpoint,
@@ -98,6 +100,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._hot:
             await self.endpoint(scope, receive, send)
+        elif scope["type"] == "http" and self._passthrough.serves(scope):
+            await self._passthrough(scope, receive, send)
         else:
             await self._rest(scope, receive, send)
 

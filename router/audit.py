@@ -340,7 +340,7 @@ def _request(call: Call) -> bytes:
 
 def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
     """What was asked, under which policy, and what was decided with all verdicts, first and afterwards."""
-    asked = {
+    asked: dict[str, Any] = {
         "path": call.path,
         "model": call.model,
         "stream": call.stream,
@@ -349,6 +349,8 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
         "pinned": call.pinned,
         "policy": call.tenant.digest,
     }
+    if call.raw is not None:
+        asked["method"] = call.raw.method
     if decision is not None:
         asked |= {"chosen": decision.chosen, "decision": decision}
     if call.guardrails:

@@ -13,6 +13,22 @@ from policies.facts import Decision, Facts, Hint
 if TYPE_CHECKING:
     from router.places import Place
     from router.tenants import Tenant
+    from router.upload import Upload
+
+
+@dataclass(slots=True)
+class Raw:
+    """What a request of the pass-through doors is besides its JSON, which is in `Call.fields`."""
+
+    method: str
+    target: str
+    """Path below `/v1`, as it was written, and the query but for `model`."""
+    headers: dict[str, str]
+    """Those that pass."""
+    upload: Upload | None = None
+    """A body that is not JSON."""
+    spent: bool = False
+    """The last try failed in a way that no other may follow: its body has left, or it may have done what it should."""
 
 
 @dataclass(slots=True)
@@ -23,7 +39,7 @@ class Call:
     """Decision id: `dec_` and 24 hex digits, also in `x-twolane-decision`."""
     tenant: Tenant
     path: str
-    """Without `/v1`: `/chat/completions`, `/completions`, `/embeddings`, `/responses`."""
+    """Without `/v1`: `/chat/completions`, `/completions`, `/embeddings`, `/responses`, or what is passed through."""
     model: str
     fields: dict[str, msgspec.Raw]
     stream: bool
@@ -48,6 +64,8 @@ class Call:
     """Names of those that apply."""
     places: list[Place] = field(default_factory=list)
     """Taken on deployments with limits of their own, to be given back. Shared in the same way."""
+    raw: Raw | None = None
+    """Of a request that is passed through."""
 
 
 @dataclass(slots=True)

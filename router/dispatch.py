@@ -22,6 +22,7 @@ from router.conversations import Conversations, identity
 from router.course import Course, Decisions, course_view
 from router.deployments import Deployment
 from router.errors import (
+    Final,
     Refused,
     RouterError,
     TooManyRequests,
@@ -291,6 +292,8 @@ class Dispatcher:
                 self._failed(course, deployment.id, error)
             if grant is not None:
                 await self.till.limits.settle(grant, 0)
+            if isinstance(error, TransportError) and call.raw is not None and call.raw.spent:
+                raise Final.of(error) from error
             raise
         finally:
             course.upstream_s += time.perf_counter() - asked
@@ -408,7 +411,7 @@ class Dispatcher:
             self.shadow.offer(course, pair)
         if course.call.tenant.policy.terms.sticky:
             self.conversations.answered(identity(course.call), id)
-        if reply.usage.known and not course.tries:
+        if reply.usage.known and not course.tries and course.call.raw is None:
             self.estimates.learn(
                 id,
                 prompt_tokens=reply.usage.prompt_tokens,

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from policies.facts import Hint
-from router.call import Call
+from router.call import Call, Raw
 from router.course import Course
 from router.dispatch import Dispatcher
 from router.errors import BadRequest, RouterError, Unauthenticated, Unrecorded
@@ -72,15 +72,16 @@ class Endpoint:
             body = await read_all(receive, scope["headers"], self.max_body)
             call = read_call(id, tenant, scope, body, started)
         except RouterError as error:
-            self._refused(id, tenant, error, started)
+            self.refused(id, tenant, error, started)
             await send_error(send, error, {"x-twolane-decision": id})
             return
         except Gone:
             return
         with Watch(receive) as watch:
-            await self._answer(call, send, watch)
+            await self.answer(call, send, watch, Streaming)
 
-    async def _answer(self, call: Call, send: Send, watch: Watch) -> None:
+    async def answer(self, call: Call, send: Send, watch: Watch, streaming: type[Streaming]) -> None:
+        """Run a call and send what comes of it."""
         dispatcher = self.dispatcher
         try:
             course = await dispatcher.dispatch(call)
@@ -94,11 +95,12 @@ class Endpoint:
             await send_error(send, RouterError("The router failed.", code="internal_error"), {})
             return
         if course.reply is not None and course.reply.frames is not None:
-            await Streaming(dispatcher, course, send, watch).run()
+            await streaming(dispatcher, course, send, watch).run()
         else:
             await _send_plain(dispatcher, course, send, watch)
 
-    def _refused(self, id: str, tenant: Tenant | None, error: RouterError, started: float) -> None:
+    def refused(self, id: str, tenant: Tenant | None, error: RouterError, started: float) -> None:
+        """Count and log a request that never became a call."""
         event = Event(
             request_id=id,
             tenant=tenant.name if tenant else "",
@@ -215,22 +217,50 @@ def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float
         raise BadRequest("'model' must name a model group.", param="model", code="missing_model")
     path = path or scope["path"].removeprefix("/v1")
     stream = read_flag(fields, "stream")
-    told = picked(scope["headers"], _HEADERS)
+    return made_call(
+        id,
+        tenant,
+        scope["headers"],
+        fields,
+        started,
+        model=model,
+        path=path,
+        stream=stream and path != "/embeddings",
+        include_usage=stream and wants_usage(fields),
+    )
+
+
+def made_call(
+    id: str,
+    tenant: Tenant,
+    headers: list[Header],
+    fields: dict[str, msgspec.Raw],
+    started: float,
+    *,
+    model: str,
+    path: str,
+    stream: bool,
+    include_usage: bool = False,
+    raw: Raw | None = None,
+) -> Call:
+    """With what the headers say. Raises BadRequest naming the header."""
+    told = picked(headers, _HEADERS)
     return Call(
         id=id,
         tenant=tenant,
         path=path,
         model=model,
         fields=fields,
-        stream=stream and path != "/embeddings",
-        include_usage=stream and wants_usage(fields),
+        stream=stream,
+        include_usage=include_usage,
         started=started,
         hint=_hint(told.get("hint")),
         budget_ms=_budget(told.get("budget")),
         pinned=told.get("pinned") or None,
         session=told.get("session") or None,
-        subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, scope["headers"]),
+        subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, headers),
         told_labels=told.get("labels") or None,
+        raw=raw,
     )
 
 

@@ -7,6 +7,7 @@ RouterError
 ├── UnknownModel         404
 ├── TooManyRequests      429  a limit of the tenant; Retry-After in whole seconds
 ├── Unrecorded           503  a regulated answer could not be recorded, so there is none
+├── Final                     a deployment failed, and no other may be asked: the request cannot be sent twice
 └── TransportError            the deployment failed before the first frame
     ├── Refused               the upstream answered an error that is the caller's own: passed on, never retried
     ├── Unaffordable     429  not asked: the tenant's budget has no room for what it is expected to cost
@@ -85,6 +86,22 @@ class Unrecorded(RouterError):
     """The audit record a regulated tenant needs could not be made durable."""
 
     status, type, code = 503, "server_error", "audit_unavailable"
+
+
+class Final(RouterError):
+    """What a TransportError says of a request that must not be sent again, here or elsewhere."""
+
+    @classmethod
+    def of(cls, error: TransportError) -> Final:
+        """The same to the caller."""
+        return cls(
+            error.message,
+            status=error.status,
+            code=error.code,
+            param=error.param,
+            type=error.type,
+            headers=error.headers,
+        )
 
 
 class TransportError(RouterError):

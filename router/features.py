@@ -13,11 +13,11 @@ from router.call import Call
 from router.deployments import Kind
 from router.wire import given, read_whole
 
-_WORKERS = frozenset({"tools", "images", "audio", "files", "json", "embeddings", "responses"})
+_WORKERS = frozenset({"tools", "images", "audio", "files", "json", "embeddings", "responses", "passthrough"})
 CANNOT: dict[Kind, frozenset[str]] = {
     "http": frozenset(),
-    "litellm": frozenset({"responses"}),
-    "relay": frozenset({"tools", "images", "audio", "files", "completions", "embeddings", "responses"}),
+    "litellm": frozenset({"responses", "passthrough"}),
+    "relay": frozenset({"tools", "images", "audio", "files", "completions", "embeddings", "responses", "passthrough"}),
     "local": _WORKERS,
     "cache": _WORKERS,
 }
@@ -33,7 +33,13 @@ _PARTS = {
 }
 _mark = re.compile(rb'"(?:type|role)"\s*:\s*"(image_url|input_image|input_audio|file|input_file|tool)"')
 _EMPTY = frozenset({b"null", b"false", b"0", b"[]", b"{}", b'"none"', b'""'})
-_WHERE = {"/completions": "completions", "/embeddings": "embeddings", "/responses": "responses"}
+_WHERE = {
+    "/chat/completions": "",
+    "/completions": "completions",
+    "/embeddings": "embeddings",
+    "/responses": "responses",
+}
+"""What a door asks of a deployment; all others are passed through."""
 _MESSAGES = ("messages", "prompt", "input")
 _OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -42,8 +48,9 @@ def needs(call: Call) -> frozenset[str]:
     """Features the request uses."""
     fields = call.fields
     found = set()
-    if call.path in _WHERE:
-        found.add(_WHERE[call.path])
+    door = _WHERE.get(call.path, "passthrough")
+    if door:
+        found.add(door)
     if _set(fields, "tools") or _set(fields, "functions"):
         found.add("tools")
     if _set(fields, "logprobs") or _set(fields, "top_logprobs"):

@@ -1,4 +1,7 @@
-"""Where text stands in OpenAI's bodies, for guardrails to read and rewrite. Knows the four doors, and no guardrail."""
+"""Where text stands in the bodies of all doors, for guardrails to read and rewrite. Knows no guardrail.
+
+Of what is passed through without being known here, every text counts.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,26 @@ def of_request(path: str, body: dict[str, Any]) -> Texts:
             _text(found, body, "suffix")
         case "/embeddings":
             _plain(found, body, "input")
+        case "/messages" | "/messages/count_tokens":
+            _blocks(found, body, "system")
+            for message in _list(body.get("messages"), "messages"):
+                if not isinstance(message, dict):
+                    raise Unreadable("messages")
+                _blocks(found, message, "content")
+        case "/batches" if "input_file_id" in body:
+            raise Unreadable("input_file_id")
+        case _:
+            _all(found, body, ("model",))
+    return found
+
+
+def of_raw_answer(path: str, body: Any) -> Texts:
+    """What an answer of a door that is passed through says. Raises Unreadable."""
+    found = Texts()
+    if path == "/messages" and isinstance(body, dict):
+        _blocks(found, body, "content")
+    else:
+        _all(found, body)
     return found
 
 
@@ -113,6 +136,53 @@ def _image(part: dict[str, Any]) -> Iterator[str]:
     address = image.get("url") if isinstance(image, dict) else image
     if isinstance(address, str):
         yield address
+
+
+def _blocks(found: Texts, container: dict[str, Any], name: str) -> None:
+    """A text, or Anthropic's blocks: text, thinking, what a tool is asked and what it gave back, images, documents."""
+    value = container.get(name)
+    if not isinstance(value, list):
+        if not isinstance(value, str | None):
+            raise Unreadable(name)
+        _text(found, container, name)
+        return
+    for block in value:
+        if not isinstance(block, dict):
+            raise Unreadable(name)
+        for key in ("text", "thinking", "title", "context"):
+            _text(found, block, key)
+        _all(found, block.get("input"))
+        _blocks(found, block, "content")
+        if isinstance(block.get("source"), dict):
+            _source(found, block["source"])
+
+
+def _source(found: Texts, source: dict[str, Any]) -> None:
+    kind, media = source.get("type"), str(source.get("media_type", ""))
+    if kind == "url" and isinstance(source.get("url"), str):
+        found.images.append(source["url"])
+    elif kind == "base64" and media.startswith("image/"):
+        found.images.append(f"data:{media};base64,{source.get('data')}")
+    elif kind == "content":
+        _blocks(found, source, "content")
+    elif kind == "text":
+        _text(found, source, "data")
+    else:
+        raise Unreadable("source")
+
+
+def _all(found: Texts, value: Any, but: Sequence[str] = ()) -> None:
+    """Every text at any depth; pictures among them are images."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if key in but:
+            continue
+        if key == "b64_json" and isinstance(inner, str):
+            found.images.append(f"data:;base64,{inner}")
+        elif isinstance(inner, str):
+            found.places.append((value, key))
+        else:
+            _all(found, inner)
 
 
 def _plain(found: Texts, body: dict[str, Any], name: str) -> None:

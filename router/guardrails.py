@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from router.call import Call, Reply
+from router.call import Call, Raw, Reply
 from router.errors import BadRequest, RouterError
 from router.guardrail_config import GuardrailConfig, GuardrailParams, Stage
-from router.guardrail_texts import Texts, Unreadable, of_answer, of_request
+from router.guardrail_texts import Texts, Unreadable, of_answer, of_raw_answer, of_request
 from router.transcript import transcript
 from router.transports.openai_http import Pools
 from router.wire import DONE, Splitter
@@ -104,17 +104,15 @@ class Guardrails:
         applying = self._applying(call, named)
         call.guardrails = tuple(one.name for one in applying)
         before = [one for one in applying if "request" in one.config.stages]
+        if call.raw is not None:
+            self._readable(call, call.raw, applying, before)
         if not before:
             return
         body = msgspec.json.decode(msgspec.json.encode(call.fields), type=dict[str, Any])
         try:
-            texts = of_request(call.path, body)
+            texts = of_request(call.path, body) if body else Texts()
         except Unreadable as error:
-            raise BadRequest(
-                f"A guardrail has to read {str(error)!r}, and can read text only.",
-                param=str(error),
-                code="guardrail_unreadable",
-            ) from None
+            raise _unreadable(f"{str(error)!r}, and can read text only", str(error)) from None
         if await self._checked(before, texts, call, "request"):
             call.fields.update({k: msgspec.Raw(msgspec.json.encode(body[k])) for k in call.fields})
 
@@ -127,7 +125,9 @@ class Guardrails:
         if not after:
             return
         try:
-            if reply.frames is None:
+            if call.raw is not None:
+                reply.body = await self._checked_raw(after, call, reply)
+            elif reply.frames is None:
                 reply.body = await self._checked_body(after, call, reply.body)
             else:
                 await self._hold(after, call, reply)
@@ -135,6 +135,13 @@ class Guardrails:
             reply.body = b""
             await reply.aclose()
             raise
+
+    def _readable(self, call: Call, raw: Raw, applying: list[_Guardrail], before: list[_Guardrail]) -> None:
+        """Raises BadRequest for what is passed through and cannot be read on one of its ways."""
+        if before and raw.upload is not None:
+            raise _unreadable("this body, and can read JSON only", None)
+        if call.stream and any("response" in one.config.stages for one in applying):
+            raise _unreadable("the answer, and cannot read streams of this path", "stream")
 
     def _applying(self, call: Call, named: msgspec.Raw | None) -> list[_Guardrail]:
         wanted = self._default | set(call.tenant.guardrails)
@@ -180,6 +187,19 @@ class Guardrails:
         changed = await self._checked(guardrails, texts, call, "response")
         return msgspec.json.encode(body) if changed else raw
 
+    async def _checked_raw(self, guardrails: list[_Guardrail], call: Call, reply: Reply) -> bytes:
+        if reply.frames is not None:
+            raise GuardrailFailed("The answer is not JSON, or too long, so guardrails cannot read it.")
+        if not reply.body:
+            return b""
+        try:
+            body = msgspec.json.decode(reply.body)
+            texts = of_raw_answer(call.path, body)
+        except (msgspec.DecodeError, Unreadable):
+            raise GuardrailFailed("The answer is of a shape that guardrails cannot read.") from None
+        changed = await self._checked(guardrails, texts, call, "response")
+        return msgspec.json.encode(body) if changed else reply.body
+
     async def _hold(self, guardrails: list[_Guardrail], call: Call, reply: Reply) -> None:
         """Take all frames of a stream, check what they say together, and give them back as one that may pass."""
         assert reply.frames is not None  # noqa: S101  (the caller looked)
@@ -199,6 +219,10 @@ class Guardrails:
         reply.frames = _Held(frames, held)
         if reply.first_frame is not None:
             reply.first_frame = time.perf_counter()
+
+
+def _unreadable(what: str, param: str | None) -> BadRequest:
+    return BadRequest(f"A guardrail has to read {what}.", param=param, code="guardrail_unreadable")
 
 
 class _Held:

@@ -31,7 +31,7 @@ _MAX_ERROR = 64 * 2**10
 _MAX_ANSWER = 256 * 2**20
 _LINGERS_S = 0.05
 """Seconds that an upstream has to end a stream whose last event has come."""
-_KEPT = ("openai-", "x-ratelimit-", "x-request-id", "request-id")
+KEPT = ("openai-", "x-ratelimit-", "x-request-id", "request-id")
 """Answer headers that reach the caller; cookies, challenges and everything unknown do not."""
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 _USAGE_PATHS = frozenset({"/chat/completions", "/completions"})
@@ -255,7 +255,7 @@ async def _stream(answer: Answer, target: Target, call: Call, timeout: float) ->
 
 
 def _kept(answer: Answer, target: Target) -> dict[str, str]:
-    kept = {name: value for name, value in answer.headers.items() if name.startswith(_KEPT)}
+    kept = {name: value for name, value in answer.headers.items() if name.startswith(KEPT)}
     if target.worker and KV in answer.headers:
         kept[KV] = answer.headers[KV]
     return kept

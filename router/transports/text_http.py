@@ -10,6 +10,7 @@ import msgspec
 from router.call import Call, Reply
 from router.deployments import Deployment
 from router.transports.openai_http import Pools, Target, exchange
+from router.transports.raw_http import carry
 
 _NOT_BODY = frozenset(
     {
@@ -45,6 +46,8 @@ class TextHTTP:
         chosen = self._target
         if self._wild:
             chosen = replace(chosen, model=self._deployment.upstream_for(call.model))
+        if call.raw is not None:
+            return await carry(self._pools, chosen, call, call.raw)
         return await exchange(self._pools, chosen, call)
 
     async def close(self) -> None:

@@ -19,6 +19,8 @@ _CONTEXT = re.compile(r"maximum context length|context window|context length|too
 _RETRYABLE_CALLER = {408, 409, 425, 429}
 _ROUTERS_FAULT = {401: "upstream_auth", 402: "upstream_billing", 403: "upstream_auth", 407: "upstream_auth"}
 _MISPLACED = {404, 405, 410}
+_KEEPS_NOTHING = frozenset({"/chat/completions", "/completions", "/embeddings"})
+"""Doors whose requests name nothing but a model: what is not found there is the model or the door."""
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 CONTENT_CODES = frozenset({"content_filter", "content_policy_violation"})
@@ -89,7 +91,7 @@ def refusal(
     if status in _ROUTERS_FAULT:
         code = _ROUTERS_FAULT[status]
         return TransportError("The upstream does not accept the router's own account.", status=502, code=code)
-    if status in _MISPLACED and not (path == "/responses" and message and said.code != "model_not_found"):
+    if status in _MISPLACED and not (path not in _KEEPS_NOTHING and message and said.code != "model_not_found"):
         return TransportError("The upstream does not know this model or path.", status=502, code="upstream_not_found")
     if 400 <= status < 500 and status not in _RETRYABLE_CALLER:
         context = message is not None and status in (400, 413, 422) and _CONTEXT.search(message)

@@ -1,0 +1,206 @@
+"""Doors that are passed through as they are: files, batches, audio, images, Anthropic's messages.
+
+The edge of them: which request is one, whose it is, which model group is meant. Policy, limits, guardrails and records
+are the dispatcher's, as for every other door.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from urllib.parse import unquote_plus
+
+from router.call import Call, Raw
+from router.endpoints import Endpoint, Streaming, authenticate, made_call, new_id
+from router.errors import BadRequest, Forbidden, RouterError
+from router.form import boundary_of
+from router.http import Gone, Header, Receive, Scope, Send, Watch, picked, read_all, send_error
+from router.telemetry import Outcome
+from router.tenants import Tenant
+from router.transports.raw_http import EVENTS, JSON
+from router.upload import Upload
+from router.wire import error_frame, read_body, read_flag, read_text
+
+FAMILIES = ("files", "batches", "audio", "images", "messages")
+_PATH = re.compile(rb"(?:/v1)?(/(?:%s)(?:/[^?#]*)?)\Z" % b"|".join(f.encode() for f in FAMILIES))
+_ODD = re.compile(r"(?:^|/)\.{1,2}(?:/|$)|//|\\|%2e|%2f|%5c|[\x00-\x1f\x7f]", re.IGNORECASE)
+"""In a decoded path: what an upstream may read as another path than we did."""
+_PASSED = frozenset(
+    {
+        b"accept",
+        b"content-type",
+        b"content-encoding",
+        b"range",
+        b"idempotency-key",
+        b"anthropic-version",
+        b"anthropic-beta",
+        b"openai-beta",
+    }
+)
+"""Request headers that reach the upstream; keys, cookies, hop-by-hop ones and everything unknown do not."""
+_TOLD = {b"x-twolane-model": "model", b"x-twolane-deployment": "pinned", b"content-type": "type", b"x-api-key": "key"}
+_MOST_KEPT = 16 * 2**20
+"""Bytes of a streamed answer of events that a record may hold."""
+
+
+class Passthrough:
+    """Answers every method and path below FAMILIES, with and without `/v1`."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def serves(self, scope: Scope) -> bool:
+        """Whether a request is one of these."""
+        return _PATH.match(scope["raw_path"]) is not None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.perf_counter()
+        id = new_id()
+        tenant: Tenant | None = None
+        try:
+            tenant = self._who(scope)
+            call = await self._read(id, tenant, scope, receive, started)
+        except RouterError as error:
+            self._endpoint.refused(id, tenant, error, started)
+            await send_error(send, error, {"x-twolane-decision": id})
+            return
+        except Gone:
+            return
+        upload = None if call.raw is None else call.raw.upload
+        with Watch(receive if upload is None else upload.after) as watch:
+            await self._endpoint.answer(call, send, watch, RawStreaming)
+
+    def _who(self, scope: Scope) -> Tenant:
+        """Anthropic's clients send their key as `x-api-key`."""
+        headers: list[Header] = scope["headers"]
+        key = picked(headers, _TOLD).get("key")
+        if key and b"/messages" in scope["raw_path"] and not any(name == b"authorization" for name, _ in headers):
+            headers = [(b"authorization", b"Bearer " + key.encode("latin-1"))]
+        return authenticate(self._endpoint.tenants, headers)
+
+    async def _read(self, id: str, tenant: Tenant, scope: Scope, receive: Receive, started: float) -> Call:
+        if tenant.policy.regulated:
+            raise Forbidden(
+                "This path is passed through, so what is said on it could not be recorded as a whole; regulated "
+                "tenants are not served here.",
+                code="regulated_not_recorded",
+            )
+        headers: list[Header] = scope["headers"]
+        told = picked(headers, _TOLD)
+        target, named = _target(scope)
+        fields, upload = {}, None
+        if _is_json(headers, told.get("type", "")):
+            body = await read_all(receive, headers, self._endpoint.max_body)
+            fields = read_body(body) if body else {}
+            named = read_text(fields, "model") or named
+        else:
+            upload = await self._upload(receive, headers, told.get("type", ""))
+            named = upload.said or named
+        model = named or told.get("model") or self._only(tenant, told.get("pinned"))
+        if upload is not None:
+            upload.said = upload.said or model
+        raw = Raw(
+            method=scope["method"],
+            target=target,
+            headers={n.decode("latin-1"): v.decode("latin-1") for n, v in headers if n in _PASSED},
+            upload=None if upload is None or upload.empty else upload,
+        )
+        stream = read_flag(fields, "stream")
+        path = target.partition("?")[0]
+        return made_call(id, tenant, headers, fields, started, model=model, path=path, stream=stream, raw=raw)
+
+    async def _upload(self, receive: Receive, headers: list[Header], kind: str) -> Upload:
+        length = picked(headers, {b"content-length": "length"}).get("length", "")
+        is_form = kind.lower().startswith("multipart/")
+        upload = Upload(
+            receive,
+            length=int(length) if length.isdecimal() else None,
+            limit=self._endpoint.max_body,
+            boundary=boundary_of(kind) if is_form else None,
+        )
+        await upload.look()
+        return upload
+
+    def _only(self, tenant: Tenant, pinned: str | None) -> str:
+        """The group of the deployment that the caller names, else the only one that it could mean."""
+        dispatcher = self._endpoint.dispatcher
+        if pinned is not None and pinned in dispatcher.deployments:
+            return dispatcher.deployments[pinned].model_name
+        allowed = tenant.policy.terms.allows_model
+        groups = [
+            group
+            for group, members in dispatcher.settings.groups.items()
+            if not group.endswith("*") and allowed(group) and any(d.kind == "http" for d in members)
+        ]
+        if len(groups) == 1:
+            return groups[0]
+        raise BadRequest(
+            "Name the model group: as 'model' in a JSON body or a form, as ?model= or as the header x-twolane-model.",
+            param="model",
+            code="missing_model",
+        )
+
+
+def _target(scope: Scope) -> tuple[str, str | None]:
+    """Path and query for the upstream, and the group that the query names. Raises BadRequest for a path that plays."""
+    found = _PATH.match(scope["raw_path"])
+    assert found is not None  # noqa: S101  (`serves` has looked)
+    if _ODD.search(scope["path"]) or not scope["raw_path"].isascii():
+        raise BadRequest("The path must be plain.", code="invalid_path")
+    pairs = [pair for pair in scope["query_string"].decode("latin-1").split("&") if pair]
+    models = [pair.partition("=")[2] for pair in pairs if _names_model(pair)]
+    if models and (len(models) > 1 or not models[0]):
+        raise BadRequest("?model= must name one model group.", param="model", code="missing_model")
+    rest = "&".join(pair for pair in pairs if not _names_model(pair))
+    path = found[1].decode("ascii")
+    return f"{path}?{rest}" if rest else path, unquote_plus(models[0]) if models else None
+
+
+def _names_model(pair: str) -> bool:
+    return unquote_plus(pair.partition("=")[0]) == "model"
+
+
+def _is_json(headers: list[Header], kind: str) -> bool:
+    """Whether the body can be read here."""
+    coded = any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers)
+    return not coded and kind.partition(";")[0].strip().lower() == JSON
+
+
+class RawStreaming(Streaming):
+    """An answer of any kind on its way to the caller. One that breaks off ends with an error event, or unfinished."""
+
+    async def run(self) -> None:
+        """Relay to the end."""
+        self._events = self._reply.content_type.lower().startswith(EVENTS)
+        if not self._events:
+            self._said = None  # of any size and kind: a record has no use for it
+        await super().run()
+
+    async def _relay(self) -> bytes:
+        frames, size = self._reply.frames, 0
+        assert frames is not None  # noqa: S101  (run is for streams)
+        async for piece in frames:
+            if self._hold:
+                try:
+                    await self._dispatcher.hold(self._course, piece)
+                except RouterError as error:
+                    self._reply.error = error.code
+                    break
+            size += len(piece)
+            if self._said is not None and size <= _MOST_KEPT:
+                self._said.append(piece)
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        if self._reply.error is None or not self._events:
+            return b""
+        failure = RouterError("The answer broke off.", type="upstream_error", code=self._reply.error)
+        return b"event: error\n" + error_frame(failure)
+
+    async def _end(self, outcome: Outcome, last: bytes) -> None:
+        if self._reply.error is None or self._events:
+            await super()._end(outcome, last)
+            return
+        await self._dispatcher.finish(self._course, outcome, answer=self._answer())
+        self._watch.over()  # and no last piece: the server closes the connection, which says that more should come
+
+    def _answer(self) -> bytes | None:
+        return None if self._said is None else b"".join(self._said)

@@ -1,0 +1,285 @@
+"""One exchange that is passed through: any method and body, the answer as it comes; and what may be sent again.
+
+Rare and often large, so it goes through aiohttp rather than the hot path's own client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from router.call import Call, Raw, Reply, Usage
+from router.errors import TimedOut, Unavailable
+from router.transports.openai_http import KEPT, Pools, Target
+from router.transports.upstream_errors import refusal
+from router.wire import Splitter
+
+if TYPE_CHECKING:
+    import aiohttp
+
+JSON, EVENTS = "application/json", "text/event-stream"
+_MAX_ERROR = 64 * 2**10
+_WHOLE = 16 * 2**20
+"""Bytes of a JSON answer that is read before it is passed on; a longer one streams, and tells no usage."""
+_KEPT = (*KEPT, "anthropic-ratelimit-")
+_KEPT_TOO = frozenset({"content-disposition", "content-range", "accept-ranges"})
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_KEEPS_NOTHING = ("/messages", "/audio", "/images")
+"""Doors that change nothing at the upstream: what failed there may be asked of another."""
+
+
+async def carry(pools: Pools, target: Target, call: Call, raw: Raw) -> Reply:
+    """Send the request and return once the answer has begun. Raises TransportError, and BadRequest for its body.
+
+    On a failure `raw.spent` tells whether another may be asked.
+    """
+    from aiohttp import ClientConnectorError, ClientError
+
+    raw.spent = False
+    answer: aiohttp.ClientResponse | None = None
+    try:
+        answer = await _ask(pools, target, call, raw)
+        if answer.status >= 300:
+            body = await _up_to(answer, _MAX_ERROR)
+            raise refusal(answer.status, body, _headers(answer), secrets=target.secrets, path=call.path)
+        return await _reply(answer, call)
+    except ClientConnectorError as error:
+        raise Unavailable("The upstream cannot be reached.") from error
+    except BaseException as error:
+        if answer is not None:
+            answer.close()
+        if raw.upload is not None and raw.upload.failure is not None:
+            raise raw.upload.failure from None
+        raw.spent = not _may_go_on(raw, call.path, answer)
+        match error:
+            case TimeoutError():
+                raise TimedOut("The upstream did not answer in time.") from error
+            case ClientError() | OSError():
+                raise Unavailable("The connection to the upstream failed.") from error
+        raise
+
+
+def _may_go_on(raw: Raw, path: str, answer: aiohttp.ClientResponse | None) -> bool:
+    """The request is still at hand, and was refused, or does nothing that must not be done twice."""
+    if raw.upload is not None and not raw.upload.whole:
+        return False
+    refused = answer is not None and 400 <= answer.status < 500
+    return refused or raw.method in _SAFE or path.startswith(_KEEPS_NOTHING)
+
+
+async def _ask(pools: Pools, target: Target, call: Call, raw: Raw) -> aiohttp.ClientResponse:
+    from aiohttp import ClientTimeout
+    from yarl import URL
+
+    session, base = pools.session(target.base)
+    headers = {**raw.headers, **target.headers}
+    key = target.headers.get("authorization", "").removeprefix("Bearer ")
+    if key and call.path.startswith("/messages"):
+        headers.setdefault("x-api-key", key)
+    data: bytes | AsyncIterator[bytes] | None
+    async with Moving(target.timeout) as moving:
+        if raw.upload is None:
+            data = _json(call, target)
+        else:
+            data = raw.upload.pieces(target.model, moving.moved)
+            if (known := raw.upload.length(target.model)) is not None:
+                headers["content-length"] = str(known)
+        return await session.request(
+            raw.method,
+            URL(base + raw.target, encoded=True),
+            data=data,
+            headers=headers,
+            skip_auto_headers=("content-type",),
+            allow_redirects=False,
+            timeout=ClientTimeout(total=None, sock_read=target.timeout),
+        )
+
+
+class Moving:
+    """A timeout that begins anew whenever something moved."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._bound = asyncio.timeout(seconds)
+        self._over = False
+
+    async def __aenter__(self) -> Moving:
+        await self._bound.__aenter__()
+        return self
+
+    def moved(self) -> None:
+        """Without effect once it is over: an upstream may answer before it has read everything."""
+        if not self._over:
+            self._bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._over = True
+        await self._bound.__aexit__(*raised)
+
+
+def _json(call: Call, target: Target) -> bytes | None:
+    fields = call.fields
+    if not fields:
+        return None
+    if "model" in fields:
+        fields = {**fields, "model": msgspec.Raw(msgspec.json.encode(target.model))}
+    return msgspec.json.encode(fields)
+
+
+async def _reply(answer: aiohttp.ClientResponse, call: Call) -> Reply:
+    headers = _headers(answer)
+    kept = {name: value for name, value in headers.items() if name.startswith(_KEPT) or name in _KEPT_TOO}
+    kind = headers.get("content-type", "application/octet-stream")
+    reply = Reply(answer.status, kind, headers=kept)
+    reply.first_frame = time.perf_counter()
+    first = b""
+    if kind.split(";")[0].strip().lower() == JSON or answer.content.at_eof():
+        first = await _up_to(answer, _WHOLE)
+        if answer.content.at_eof():
+            answer.release()
+            reply.body = first
+            UsageReader(reply.usage, call.path).read(first)
+            return reply
+    if "content-length" in headers and "content-encoding" not in headers:
+        kept["content-length"] = headers["content-length"]
+    reader = UsageReader(reply.usage, call.path) if kind.startswith(EVENTS) else None
+    reply.frames = Pieces(answer, reply, first, reader)
+    return reply
+
+
+def _headers(answer: aiohttp.ClientResponse) -> Mapping[str, str]:
+    return {name.lower(): value for name, value in answer.headers.items()}
+
+
+async def _up_to(answer: aiohttp.ClientResponse, limit: int) -> bytes:
+    """What comes until the end, or until there is more than `limit`."""
+    parts, size = list[bytes](), 0
+    while size <= limit and (part := await answer.content.readany()):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+class Pieces:
+    """An answer's bytes as they come. One that breaks off ends, and `reply.error` says why; `aclose` hangs up."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, reply: Reply, first: bytes, reader: UsageReader | None) -> None:
+        self._answer = answer
+        self._reply = reply
+        self._first = first
+        self._reader = reader
+        self._ended = False
+
+    def __aiter__(self) -> Pieces:
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece, self._first = self._first, b""
+        if not piece and not self._ended:
+            piece = await self._next()
+        if not piece:
+            self._ended = True
+            raise StopAsyncIteration
+        if self._reader is not None:
+            self._reader.feed(piece)
+        return piece
+
+    async def _next(self) -> bytes:
+        from aiohttp import ClientError
+
+        try:
+            return await self._answer.content.readany()
+        except TimeoutError:
+            self._reply.error = TimedOut.code
+        except (ClientError, OSError):
+            self._reply.error = Unavailable.code
+        self._answer.close()
+        return b""
+
+    async def aclose(self) -> None:
+        """Give the connection back, or up where there is more to come."""
+        if self._ended and self._reply.error is None:
+            self._answer.release()
+        else:
+            self._ended = True
+            self._answer.close()
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """OpenAI's doors count what was read before among the input, `/messages` beside it."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class _Message(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+    message: _Message | None = None
+    """`/messages` puts what it has read into the first event of a stream."""
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+class UsageReader:
+    """Reads what an answer says of its own cost, whole or event by event; what is foreign is left unread."""
+
+    def __init__(self, usage: Usage, path: str) -> None:
+        self._usage = usage
+        self._beside = path.startswith("/messages")
+        self._splitter: Splitter | None = Splitter()
+
+    def feed(self, data: bytes) -> None:
+        """Part of a stream of events."""
+        if self._splitter is None:
+            return
+        try:
+            events = self._splitter.feed(data)
+        except ValueError:  # an endless event: it passes, and is not read
+            self._splitter = None
+            return
+        for _, event in events:
+            if b'"usage"' in event:
+                self.read(event)
+
+    def read(self, body: bytes) -> None:
+        """A whole body, or one event."""
+        try:
+            said = _answer.decode(body)
+        except msgspec.DecodeError:
+            return
+        for usage in (said.usage, None if said.message is None else said.message.usage):
+            if usage is not None:
+                self._take(usage)
+
+    def _take(self, said: _Usage) -> None:
+        into = self._usage
+        read, written = said.cache_read_input_tokens, said.cache_creation_input_tokens or 0
+        prompt = said.input_tokens if said.prompt_tokens is None else said.prompt_tokens
+        answer = said.output_tokens if said.completion_tokens is None else said.completion_tokens
+        details = said.input_tokens_details
+        cached = read if self._beside else None if details is None else details.cached_tokens
+        if prompt is not None:
+            into.prompt_tokens = prompt + ((read or 0) + written if self._beside else 0)
+        if answer is not None:
+            into.completion_tokens = answer
+        if cached is not None:
+            into.cached_tokens = cached
+        into.known = into.known or prompt is not None or answer is not None
