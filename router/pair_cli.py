@@ -25,6 +25,7 @@ class PairCommands(Commands):
         "check": "workers.pair_check:check_command",
         "conform": "workers.conform:conform_command",
         "reinstate": "router.stops_cli:reinstate_command",
+        "train": "workers.train_cli:train_command",
     }
 
 

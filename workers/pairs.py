@@ -44,6 +44,19 @@ class FuserInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     licence: str | None = None
 
 
+class Training(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the fuser was made: what making it again would take."""
+
+    data: str
+    """SHA-256 of the items it was learnt from."""
+    steps: int
+    tokens: int
+    seconds: float
+    """Of the process that ended it; a run that was resumed took longer."""
+    device: str
+    options: dict[str, Any] = {}
+
+
 class PairFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """`pair.json`."""
 
@@ -61,6 +74,7 @@ class PairFile(msgspec.Struct, frozen=True, omit_defaults=True):
     made: str = ""
     """ISO date."""
     data_licence: str | None = None
+    training: Training | None = None
 
 
 class Interval(msgspec.Struct, frozen=True):

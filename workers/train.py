@@ -1,7 +1,8 @@
-"""Trains a fuser for handover: both models stay frozen, and the loss is on the receiver's answers.
+"""Trains a fuser: both models stay frozen, and the loss is on the receiver's answers.
 
-One step is one lesson: a context that the sharer reads once, and several questions that the receiver answers over the
-projected KV. Lessons are asked for by step number, so that a run that was stopped goes on with the same ones.
+A step is one lesson or a few: a context that the sharer reads once, and several questions that the receiver answers
+over the projected KV. Lessons are asked for by number and all chance is drawn by step, so that a run that was stopped
+goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from workers.align import Aligned
+from workers.c2c_run import Batch, Sharer, aligned_prompt, batch_loss
 from workers.cache import KVCache
 from workers.errors import LoadFailed
-from workers.fusers.lite import LiteFuser
+from workers.fusers.base import Change
+from workers.fusers.c2c import C2CFuser
 from workers.greedy import answer_logits, read
 from workers.loader import Loaded
-from workers.pairs import FORMAT, FuserInfo, PairFile, Party, write
+from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +45,42 @@ class Lesson:
     batches: tuple[tuple[Ask, ...], ...]
 
 
-Lessons = Callable[[int], Lesson]
-"""By step number, from 0; the same number gives the same lesson."""
+@dataclass(frozen=True, slots=True)
+class AlignedLesson:
+    """A whole conversation as two models with different tokenizers read it; its last message is learnt."""
+
+    aligned: Aligned
+
+
+Lessons = Callable[[int], Lesson] | Callable[[int], AlignedLesson]
+"""By number, from 0; the same number gives the same lesson."""
+Reads = Callable[[Loaded, Sequence[int]], KVCache]
+"""KV of the ids, read alone from position 0 by a frozen model."""
+
+
+class Trainable(Protocol):
+    """A fuser whose weights may change."""
+
+    needs_own: bool
+
+    @property
+    def net(self) -> nn.Module:
+        """The weights."""
+
+    def project(self, source: KVCache, own: KVCache | None, start: int) -> KVCache:
+        """As `workers.fusers.base.Fuser`; differentiable."""
+
+    def change(self) -> Change:
+        """Gates as they stand."""
+
+    def calibrate(self, sources: Sequence[KVCache]) -> None:
+        """Before the first step: KV of some contexts."""
+
+    def train(self, mode: bool = True) -> None:
+        """As torch modules."""
+
+    def anneal(self, step: int) -> None:
+        """`step` steps are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +96,19 @@ class Recipe:
     clip: float = 1.0
     calibrate: int = 12
     """Contexts read for the mean and deviation of the sharer's KV."""
+    batch: int = 1
+    """Lessons in a step."""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """`linear` is the official method's: from nothing up and down to nothing."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    seed: int = 0
+    """Of dropout and of the gates' noise."""
 
     def rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to the floor."""
+        """Linear warm-up, then a cosine down to the floor; or linear both ways."""
+        if self.decay == "linear":
+            left = (self.steps - step) / max(1, self.steps - self.warmup)
+            return self.rate * (step / self.warmup if step < self.warmup else max(0.0, left))
         if step < self.warmup:
             return self.rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -73,50 +123,96 @@ class Progress:
     steps: int
     loss: float
     left_s: float
+    gates_open: float = 1.0
 
     def __str__(self) -> str:
-        return f"step {self.step}/{self.steps}  loss {self.loss:.3f}  {self.left_s:.0f} s left"
+        gates = f"  gates {self.gates_open:.0%} open" if self.gates_open < 1 else ""
+        return f"step {self.step}/{self.steps}  loss {self.loss:.3f}{gates}  {self.left_s:.0f} s left"
 
 
 class Trainer:
-    """Holds the fuser's optimiser between steps; the fuser it is given is trained in place."""
+    """Holds the fuser's optimiser between steps; the fuser it is given is trained in place.
 
-    def __init__(self, sharer: Loaded, receiver: Loaded, fuser: LiteFuser, lessons: Lessons, recipe: Recipe) -> None:
+    `reads` gives the frozen models' KV of a context: computed each time, or kept. Aligned lessons read theirs anew.
+    """
+
+    def __init__(
+        self,
+        sharer: Loaded,
+        receiver: Loaded,
+        fuser: Trainable,
+        lessons: Lessons,
+        recipe: Recipe,
+        reads: Reads = read,
+    ) -> None:
         self.sharer, self.receiver, self.fuser = sharer, receiver, fuser
-        self.lessons, self.recipe = lessons, recipe
+        self.lessons, self.recipe, self.reads = lessons, recipe, reads
         self.step = 0
+        self.tokens = 0
+        """Learnt from since this process began: contexts, questions and answers."""
         self.fuser.net.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
-            fuser.net.parameters(), lr=recipe.rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
+            fuser.net.parameters(), lr=recipe.rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
 
     def run(self, until: int | None = None, tell: Callable[[Progress], None] | None = None) -> float:
         """Steps from where it stands to `until` (default: all). Returns the smoothed loss."""
         end = min(self.recipe.steps, until if until is not None else self.recipe.steps)
         if self.step == 0:
-            contexts = (self.lessons(i).context for i in range(self.recipe.calibrate))
-            self.fuser.net.standardise([read(self.sharer, context) for context in contexts])
+            self._calibrate()
         began, first, smooth = time.monotonic(), self.step, 0.0
+        self.fuser.train()
         while self.step < end:
-            loss = self._learn(self.lessons(self.step))
+            loss = self._learn()
             self.step += 1
             smooth = loss if self.step == first + 1 else smooth + (loss - smooth) / min(20, self.step - first)
             if tell is not None:
                 pace = (time.monotonic() - began) / (self.step - first)
-                tell(Progress(self.step, self.recipe.steps, smooth, pace * (self.recipe.steps - self.step)))
+                left = pace * (self.recipe.steps - self.step)
+                tell(Progress(self.step, self.recipe.steps, smooth, left, self.fuser.change().gates_open))
+        self.fuser.train(False)
         return smooth
 
-    def _learn(self, lesson: Lesson) -> float:
+    def _calibrate(self) -> None:
+        found = [self.lessons(i) for i in range(self.recipe.calibrate)]
+        self.fuser.calibrate([self.reads(self.sharer, one.context) for one in found if isinstance(one, Lesson)])
+
+    def _learn(self) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.rate_at(self.step)
-        source = read(self.sharer, lesson.context)
-        kv = self.fuser.project(source, None, 0)
-        loss = torch.stack([answer_loss(self.receiver, kv, batch) for batch in lesson.batches]).mean()
+        batch = self.recipe.batch
+        lessons = [self.lessons(self.step * batch + i) for i in range(batch)]
+        counts = [_supervised(lesson) for lesson in lessons]
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        total = 0.0
+        with torch.random.fork_rng():
+            torch.manual_seed(self.recipe.seed * 1_000_003 + self.step)
+            for lesson, count in zip(lessons, counts, strict=True):
+                # Every supervised token of a step weighs the same, whatever lesson it is in.
+                loss = self.loss(lesson) * (count / sum(counts))
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.fuser.net.parameters(), self.recipe.clip)
         self._optimizer.step()
-        return float(loss.detach())
+        self.fuser.anneal(self.step + 1)
+        self.tokens += sum(_tokens(lesson) for lesson in lessons)
+        return total
+
+    def loss(self, lesson: Lesson | AlignedLesson) -> torch.Tensor:
+        """Mean cross-entropy of the answers; of a lesson every batch of questions weighs the same."""
+        if isinstance(lesson, AlignedLesson):
+            return self._aligned_loss(lesson.aligned)
+        source = self.reads(self.sharer, lesson.context)
+        own = self.reads(self.receiver, lesson.context) if self.fuser.needs_own else None
+        kv = self.fuser.project(source, own, 0)
+        return torch.stack([answer_loss(self.receiver, kv, batch) for batch in lesson.batches]).mean()
+
+    def _aligned_loss(self, aligned: Aligned) -> torch.Tensor:
+        if not isinstance(self.fuser, C2CFuser):
+            raise LoadFailed("only a c2c fuser is trained between two tokenizers")
+        device = self.receiver.device
+        batch = Batch(aligned_prompt(aligned, device), torch.tensor([aligned.labels], device=device))
+        return batch_loss(self.receiver.model, [Sharer(self.sharer.model, self.fuser)], batch).loss
 
     def checkpoint(self, file: Path) -> None:
         """Everything needed to go on later; written aside and renamed."""
@@ -136,6 +232,19 @@ class Trainer:
             raise LoadFailed(f"{file}: no checkpoint of this fuser ({error})") from error
 
 
+def _supervised(lesson: Lesson | AlignedLesson) -> int:
+    if isinstance(lesson, AlignedLesson):
+        return sum(label >= 0 for label in lesson.aligned.labels)
+    return sum(len(ask.answer) for batch in lesson.batches for ask in batch)
+
+
+def _tokens(lesson: Lesson | AlignedLesson) -> int:
+    if isinstance(lesson, AlignedLesson):
+        return len(lesson.aligned.receiver_ids)
+    asked = sum(len(ask.rest) + len(ask.answer) for batch in lesson.batches for ask in batch)
+    return len(lesson.context) + asked
+
+
 def answer_loss(receiver: Loaded, kv: KVCache, asks: Sequence[Ask]) -> torch.Tensor:
     """Mean cross-entropy over all answer tokens, with the receiver reading the questions over `kv`."""
     logits = answer_logits(receiver, kv, [ask.rest for ask in asks], [ask.answer for ask in asks])
@@ -153,24 +262,27 @@ def publish(
     mode: str,
     scope: str,
     made: str,
-    licence: str | None = None,
+    licence: str | tuple[str | None, str | None] | None = None,
     data_licence: str | None = None,
     others: Sequence[Loaded] = (),
+    training: Training | None = None,
 ) -> PairFile:
-    """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of all models; `others` are the
-    sharers after the first.
+    """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of all models, or the sharers'
+    and the receiver's; `others` are the sharers after the first.
     """
+    theirs, ours = licence if isinstance(licence, tuple) else (licence, licence)
     pair = PairFile(
         format=FORMAT,
         name=name,
         mode=mode,
         scope=scope,
-        sharer=_party(sharer, licence),
-        receiver=_party(receiver, licence),
+        sharer=_party(sharer, theirs),
+        receiver=_party(receiver, ours),
         fuser=fuser,
-        others=tuple(_party(model, licence) for model in others),
+        others=tuple(_party(model, theirs) for model in others),
         made=made,
         data_licence=data_licence,
+        training=training,
     )
     folder.mkdir(parents=True, exist_ok=True)
     write(folder, "pair.json", pair)

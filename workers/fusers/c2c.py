@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
@@ -58,21 +58,24 @@ class C2CFuser:
         self.projectors = dict(sorted(projectors.items()))
         self.links = tuple(links)
         """By receiver layer; None where the sharer does not reach it."""
+        self.net = nn.ModuleDict({str(i): projector for i, projector in self.projectors.items()}).eval()
         self.parameters = sum(p.numel() for m in self.projectors.values() for p in m.parameters())
         self.refresh()
 
     def refresh(self) -> None:
         """Read gates and digest from the weights as they are now."""
-        opened = {i: (p.is_open("key"), p.is_open("value")) for i, p in self.projectors.items()}
-        self._open = tuple(opened[link.projector] if link else (False, False) for link in self.links)
+        self._open = self._gates()
         pairs = zip(self.links, self._open, strict=True)
         self.source_layers = frozenset(link.source for link, gates in pairs if link and any(gates))
         self.digest = _digest(self)
 
+    def _gates(self) -> tuple[tuple[bool, bool], ...]:
+        opened = {i: (p.is_open("key"), p.is_open("value")) for i, p in self.projectors.items()}
+        return tuple(opened[link.projector] if link else (False, False) for link in self.links)
+
     def train(self, mode: bool = True) -> None:
         """Soft gates and dropout, or hard gates and none. Leaving training refreshes."""
-        for projector in self.projectors.values():
-            projector.train(mode)
+        self.net.train(mode)
         if not mode:
             self.refresh()
 
@@ -80,6 +83,9 @@ class C2CFuser:
         """Set the gates' temperature after `step` optimizer steps."""
         for projector in self.projectors.values():
             projector.anneal(step)
+
+    def calibrate(self, sources: Sequence[KVCache]) -> None:
+        """It takes KV as it comes."""
 
     def project(self, source: KVCache, own: KVCache | None, start: int) -> KVCache:
         """The receiver's slots after fusing, rounded once to its dtype. `start` is not looked at: K is post-RoPE."""
@@ -89,13 +95,13 @@ class C2CFuser:
             raise KVMismatch(f"the fuser has {len(self.links)} receiver layers, the KV {own.layers}")
         keys, values = [], []
         for layer, (key, value) in enumerate(own.tensors()):
-            link = self.links[layer]
-            if link is None or not any(self._open[layer]):
+            read = self.reads(layer)
+            if read is None:
                 fused: KV = (key, value)
-            elif link.source >= source.layers:
-                raise KVMismatch(f"the fuser reads sharer layer {link.source}, the KV has {source.layers} layers")
+            elif read >= source.layers:
+                raise KVMismatch(f"the fuser reads sharer layer {read}, the KV has {source.layers} layers")
             else:
-                fused = self.fuse_layer(layer, (source.keys[link.source], source.values[link.source]), (key, value))
+                fused = self.fuse_layer(layer, (source.keys[read], source.values[read]), (key, value))
             keys.append(fused[0].to(key.dtype))
             values.append(fused[1].to(value.dtype))
         return KVCache(keys, values)
@@ -124,8 +130,9 @@ class C2CFuser:
         return link.source if self.projectors[link.projector].training or any(self._open[layer]) else None
 
     def change(self) -> Change:
-        gates = [gate for pair in self._open for gate in pair]
-        marks = "".join(_MARKS[pair] for pair in self._open)
+        by_layer = self._gates() if self.net.training else self._open
+        gates = [gate for pair in by_layer for gate in pair]
+        marks = "".join(_MARKS[pair] for pair in by_layer)
         return Change(gates_open=sum(gates) / len(gates) if gates else 0.0, relative=0.0, gates=marks)
 
 

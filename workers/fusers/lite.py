@@ -174,6 +174,17 @@ class LiteFuser:
         keys, values = self.net(source, start)
         return KVCache([k.to(self.dtype) for k in keys], [v.to(self.dtype) for v in values])
 
+    def calibrate(self, sources: Sequence[KVCache]) -> None:
+        """As `LiteNet.standardise`."""
+        self.net.standardise(sources)
+
+    def train(self, mode: bool = True) -> None:
+        """Nothing here is random."""
+        self.net.train(mode)
+
+    def anneal(self, step: int) -> None:
+        """It has no gates."""
+
     def change(self) -> Change:
         """Every layer is written; there is no own KV to compare with."""
         return Change(gates_open=1.0, relative=0.0)

@@ -1,0 +1,275 @@
+"""`twolane pair train`: a pair from two models and a file, on tiny models; stopped in any way, it goes on the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from router.cli import main
+from tests.tiny import make_model
+from tests.workers.test_runtime import GOLDEN, golden_model
+from workers import pairs
+from workers.c2c_run import Example, Sharer, batch_loss, collate
+from workers.config import Fleet, ModelConfig, PairConfig
+from workers.errors import LoadFailed
+from workers.fusers import c2c_write
+from workers.fusers.c2c import load_official
+from workers.greedy import read
+from workers.items import read_items
+from workers.kept import KeptKV
+from workers.lessons import Shuffled, answer_ids, lessons_of
+from workers.loader import Loaded, Loader
+from workers.pairing import hold_pair
+from workers.train import Ask, Lesson, Recipe, Trainer
+from workers.train_cli import layers_of
+from workers.train_pair import Keeping, Plan, train_pair
+
+WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer"]
+ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]
+COMMON = ("--width", "32", "--rank", "8", "--tokens", "200", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("items") / "items.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    return file
+
+
+@pytest.fixture
+def models(tiny_folder: Path, other_folder: Path) -> tuple[str, str]:
+    return str(tiny_folder), str(other_folder)
+
+
+def train(models: tuple[str, str], data: Path, out: Path, *options: str) -> Result:
+    arguments = ["pair", "train", *models, "--data", str(data), "--out", str(out), *COMMON, *options]
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "scope", "options"),
+    [
+        ("lite", "handover", "context", ()),
+        ("lite", "handover", "prompt", ("--scope", "prompt")),
+        ("c2c", "fuse", "prompt", ("--batch", "2")),
+        ("c2c", "fuse", "context", ("--scope", "context")),
+        ("linear", "fuse", "prompt", ("--mode", "fuse")),
+    ],
+)
+def test_a_pair_is_made_that_a_worker_loads(
+    tmp_path: Path, models: tuple[str, str], data: Path, kind: str, mode: str, scope: str, options: tuple[str, ...]
+) -> None:
+    """Every kind, from the command to a loaded pair: weights as named, unproven, and nothing of the training left."""
+    out = tmp_path / "made"
+    licence = ("--data-licence", "CC0-1.0", "--receiver-licence", "MIT")
+    result = train(models, data, out, "--fuser", kind, "--steps", "3", "--json", *licence, *options)
+    assert result.exit_code == 0, result.stderr
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["step"] for row in told[:-1]] == ([] if kind == "linear" else [1, 2, 3])
+    assert not (out / "training").exists()
+    file = pairs.read_pair(out)
+    assert (file.mode, file.scope, file.fuser.kind, file.name) == (mode, scope, kind, "made")
+    assert (file.data_licence, file.receiver.licence, file.sharer.licence) == ("CC0-1.0", "MIT", None)
+    assert file.training is not None
+    assert file.training.tokens > 0
+    config = PairConfig(
+        name="made", sharer=ModelConfig(model=models[0]), receiver=ModelConfig(model=models[1]), fuser=str(out)
+    )
+    held = hold_pair(Fleet(models=(), pairs=(config,)), config, Loader("cpu"), None, 64)
+    assert (held.state.verdict, held.state.verdict_reason) == ("unproven", "no report")
+    assert (held.state.mode, held.state.scope) == (mode, scope)
+    assert held.runtime.digests["fuser"] == f"{kind}:{file.fuser.digest[:16]}"
+
+
+def test_a_killed_training_goes_on_to_the_same_weights(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
+    """SIGKILL in the middle, with dropout and noisy gates: what --resume ends at is, byte for byte, the fuser of a run
+    that nobody stopped. Frozen models' KV is read again from where it was kept.
+    """
+    options = ("--fuser", "c2c", "--steps", "40", "--checkpoint-every", "3", "--seed", "7")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    command = [sys.executable, "-m", "router.cli", "pair", "train", *models, "--data", str(data), "--out", str(killed)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *COMMON, *options], env=environment, stderr=subprocess.DEVNULL)
+    checkpoint = killed / "training" / "checkpoint.pt"
+    until = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "pair.json").exists()
+    refused = train(models, data, killed, *options)
+    assert (refused.exit_code, "--resume" in refused.stderr) == (1, True)
+    other = train(models, data, killed, *options, "--resume", "--seed", "8")
+    assert (other.exit_code, "options.seed" in other.stderr) == (1, True)
+    resumed = train(models, data, killed, *options, "--resume", "--json")
+    assert resumed.exit_code == 0, resumed.stderr
+    told = json.loads(resumed.stdout.splitlines()[-1])
+    assert 0 < told["resumed_at"] < 40
+    assert told["kv_computed"] < 2 * len(ROWS)  # what one whole run computes
+    assert train(models, data, whole, *options).exit_code == 0
+    names = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.name != "pair.json")
+    assert names == sorted(p.relative_to(killed) for p in killed.rglob("*") if p.is_file() and p.name != "pair.json")
+    assert all((killed / name).read_bytes() == (whole / name).read_bytes() for name in names)
+    assert pairs.read_pair(killed).fuser == pairs.read_pair(whole).fuser
+
+
+def test_a_folder_with_a_pair_is_not_overwritten(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
+    """Training into it, resumed or not, is refused and changes nothing."""
+    assert train(models, data, tmp_path / "a", "--steps", "1").exit_code == 0
+    before = (tmp_path / "a" / "fuser.safetensors").read_bytes()
+    for more in ((), ("--resume",)):
+        result = train(models, data, tmp_path / "a", "--steps", "2", *more)
+        assert (result.exit_code, "holds a pair already" in result.stderr) == (1, True)
+    assert (tmp_path / "a" / "fuser.safetensors").read_bytes() == before
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
+    """A mode that the fuser does not have, items without a context to share, a layer list that is none."""
+    result = train(models, data, tmp_path / "a", "--fuser", "c2c", "--mode", "handover")
+    assert (result.exit_code, "runs in mode fuse, not handover" in result.stderr) == (1, True)
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text('{"question": "Who?", "answer": "Ann"}')
+    result = train(models, bare, tmp_path / "b")
+    assert (result.exit_code, "before the last user message" in result.stderr) == (1, True)
+    result = train(models, data, tmp_path / "c", "--receiver-layers", "first")
+    assert (result.exit_code, "names no layers" in result.stderr) == (2, True)
+    assert layers_of("0-2,5") == (0, 1, 2, 5)
+
+
+def test_two_tokenizers(tmp_path: Path, tiny: Loaded) -> None:
+    """A c2c fuser learns over aligned chats, and its folder says so; other kinds refuse and say which does not."""
+    other = Loader("cpu").load(ModelConfig(model=str(make_model(tmp_path / "ascii", seed=3, ascii_only=True))))
+    items = read_items(_chats(tmp_path))
+    plan = Plan("c2c", "fuse", "prompt", steps=2, width=16)
+    done = train_pair(tmp_path / "made", "made", other, tiny, items, plan)
+    assert done.loss is not None
+    official = load_official(tmp_path / "made", receiver=tiny.shape, sharer=other.shape)
+    assert official.aligned
+    assert official.fuser.digest == done.pair.fuser.digest
+    with pytest.raises(LoadFailed, match=r"one tokenizer on both sides \(c2c does not\)"):
+        train_pair(tmp_path / "no", "no", other, tiny, items, Plan("lite", "handover", "prompt", steps=1))
+
+
+def _chats(folder: Path) -> Path:
+    file = folder / "chats.jsonl"
+    said = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."}]
+    file.write_text(json.dumps({"messages": said}))
+    return file
+
+
+def test_the_loss_and_gradients_are_the_official_ones() -> None:
+    """On the vectors of the official code: a step over two lessons has the loss and the gradients of their batch."""
+    sharer, receiver = golden_model("sharer"), golden_model("receiver")
+    expected = json.loads((GOLDEN / "expected_batch_loss.json").read_text())
+    lessons, examples = [], []
+    for feature in expected["features"]:
+        ids, labels = feature["input_ids"], feature["labels"]
+        codes = [code for code, _ in feature["kv_cache_index"]]
+        shared, first = codes.count(1), next(i for i, label in enumerate(labels) if label >= 0)
+        lessons.append(Lesson(tuple(ids[:shared]), ((Ask(tuple(ids[shared:first]), tuple(ids[first:])),),)))
+        examples.append(Example(ids, labels, codes))
+    fuser = load_official(GOLDEN / "fuser").fuser
+    trainer = Trainer(sharer, receiver, fuser, lambda i: lessons[i], Recipe(steps=1))
+    counts = [len(lesson.batches[0][0].answer) for lesson in lessons]
+    total = sum(
+        (trainer.loss(one) * (n / sum(counts)) for one, n in zip(lessons, counts, strict=True)), torch.tensor(0.0)
+    )
+    assert total.item() == pytest.approx(expected["loss"], rel=1e-4)
+    total.backward()
+    ours = [p.grad.clone() if p.grad is not None else None for p in fuser.net.parameters()]
+    fuser.net.zero_grad(set_to_none=True)
+    batch = collate(examples, expected["pad_token_id"])
+    batch_loss(receiver.model, [Sharer(sharer.model, fuser)], batch).loss.backward()
+    for mine, parameter in zip(ours, fuser.net.parameters(), strict=True):
+        assert (mine is None) == (parameter.grad is None)
+        if mine is not None and parameter.grad is not None:
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_c2c_fuser_learns(tiny: Loaded, other: Loaded, data: Path) -> None:
+    """The receiver's loss on the lessons falls, in training and with hard gates, and its models do not change."""
+    lessons = lessons_of(other.tokenizer, read_items(data), scope="prompt", most=200, options={})
+    size = c2c_write.Size(64, 64)
+    fuser = c2c_write.fresh(tiny.shape, other.shape, size, steps=40, seed=0, dtype=torch.float32)
+    recipe = Recipe(40, rate=3e-3, warmup=6, batch=2, decay="linear")
+    trainer = Trainer(tiny, other, fuser, Shuffled(lessons, 0), recipe)
+    before = {name: t.clone() for name, t in other.model.state_dict().items()}
+
+    def hard() -> float:
+        with torch.no_grad():
+            return sum(trainer.loss(one).item() for one in lessons)
+
+    start = hard()
+    trainer.run()
+    assert fuser.change().gates_open > 0
+    assert hard() < start * 0.7
+    assert all(torch.equal(before[name], t) for name, t in other.model.state_dict().items())
+
+
+def test_half_precision_keeps_the_gates_temperature_whole(tiny: Loaded, data: Path, tmp_path: Path) -> None:
+    """A bfloat16 fuser is stored and loaded as it was trained."""
+    half = replace(tiny, model=tiny.model, dtype=torch.bfloat16)
+    fuser = c2c_write.fresh(tiny.shape, tiny.shape, c2c_write.Size(16, 16), steps=9, seed=0, dtype=half.dtype)
+    assert {p.dtype for p in fuser.net.parameters()} == {torch.bfloat16}
+    assert fuser.projectors[0].gate_temperature.dtype is torch.float32
+    fuser.anneal(3)
+    assert 0.0 < float(fuser.projectors[0].gate_temperature) < 1.0
+
+
+def test_kept_kv_is_what_was_computed(tmp_path: Path, tiny: Loaded, other: Loaded) -> None:
+    """Bit for bit, for each model its own; within the bound, across processes, and computed again when torn."""
+    kept = KeptKV(tmp_path, 1 << 20)
+    for loaded in (tiny, other, tiny, other):
+        found, fresh = kept.read(loaded, [5, 6, 7]), read(loaded, [5, 6, 7])
+        assert all(torch.equal(a, b) for a, b in zip((*found.keys, *found.values), (*fresh.keys, *fresh.values)))  # noqa: B905
+    assert (kept.computed, kept.found) == (2, 2)
+    again = KeptKV(tmp_path, 1 << 20)
+    again.read(tiny, [5, 6, 7])
+    assert (again.computed, again.found) == (0, 1)
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-9])
+    again.read(tiny, [5, 6, 7])
+    assert again.computed == 1
+    none = KeptKV(tmp_path / "none", 100)
+    none.read(tiny, [5, 6, 7])
+    none.read(tiny, [5, 6, 7])
+    assert (none.computed, list((tmp_path / "none").iterdir())) == (2, [])
+
+
+def test_lessons(tiny: Loaded, data: Path, tmp_path: Path) -> None:
+    """Questions about one context are one lesson; answers end as the template ends them; order is drawn by the seed."""
+    file = tmp_path / "items.jsonl"
+    file.write_text("\n".join(json.dumps({**ROWS[0], "question": f"What is {i}?"}) for i in range(8)))
+    items = read_items(file)
+    found = lessons_of(tiny.tokenizer, items, scope="context", most=200, options={})
+    assert [len(lesson.batches[0]) for lesson in found] == [6, 2]
+    assert tiny.tokenizer.decode(answer_ids(tiny.tokenizer, items[0], {})) == "Paris<|im_end|>"
+    text = tiny.tokenizer.decode([*found[0].context, *found[0].batches[0][0].rest])
+    assert text.endswith("What is 0?<|im_end|>\n<|im_start|>assistant\n")
+    prompts = lessons_of(tiny.tokenizer, items, scope="prompt", most=200, options={})
+    assert all(len(lesson.batches[0][0].rest) == 1 for lesson in prompts)
+    order = [Shuffled(range(10), seed) for seed in (1, 1, 2)]
+    drawn = [[draw(i) for i in (*range(20), 3)] for draw in order]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert sorted(drawn[0][:10]) == sorted(drawn[0][10:20]) == list(range(10))
+    assert drawn[0][:10] != drawn[0][10:20]
+    assert drawn[0][3] == drawn[0][20]
+
+
+def test_progress_tells_steps_loss_and_gates(tmp_path: Path, tiny: Loaded, other: Loaded, data: Path) -> None:
+    """After every step; a run that found its end reached tells nothing and loses nothing."""
+    told: list[str] = []
+    plan = Plan("c2c", "fuse", "prompt", steps=4, width=16)
+    tell = lambda progress: told.append(str(progress))  # noqa: E731
+    train_pair(tmp_path / "a", "a", tiny, other, read_items(data), plan, keeping=Keeping(every=3), tell=tell)
+    assert [line.split("  ")[0] for line in told] == [f"step {i}/4" for i in range(1, 5)]

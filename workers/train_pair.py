@@ -1,0 +1,302 @@
+"""Two models and a file of items -> a pair folder. What `twolane pair train` runs.
+
+While it runs, the folder holds `training/`: what was asked for, a checkpoint, and KV that was computed. A run that was
+stopped, in whatever way, goes on from there; it refuses to go on with other options. When it ends, `training/` is gone
+and `pair.json` is there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from workers import fit_linear, vocabulary
+from workers.errors import LoadFailed
+from workers.fusers import c2c_write, lite
+from workers.fusers.c2c import C2CFuser, Official
+from workers.fusers.lite import LiteFuser, LiteShape
+from workers.items import Item, digest_of_items
+from workers.kept import KeptKV
+from workers.lessons import Shuffled, aligned_lessons, lessons_of
+from workers.loader import Loaded
+from workers.pairs import FuserInfo, PairFile, Training
+from workers.train import Progress, Recipe, Trainer, publish
+
+MODES = {"c2c": ("fuse",), "lite": ("handover",), "linear": ("handover", "fuse")}
+"""By kind of fuser, the one that is taken when none is named first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Licences:
+    """As SPDX names; None where nobody has said."""
+
+    sharer: str | None = None
+    receiver: str | None = None
+    fuser: str | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be trained. All of it changes the result, so all of it must be the same to go on."""
+
+    kind: str
+    mode: str
+    scope: str
+    steps: int = 300
+    seed: int = 0
+    batch: int = 1
+    rate: float = 0.0
+    """0 takes the kind's own: 1e-4 for c2c, 2.5e-4 for lite."""
+    rank: int = 48
+    """Of lite."""
+    width: int = 1024
+    """Of c2c: hidden and intermediate."""
+    tokens: int = 20_000
+    """Read by linear."""
+    most: int = 1024
+    """Tokens of one item, at most."""
+
+    def recipe(self) -> Recipe:
+        """The official one for c2c; lite's own."""
+        if self.kind == "c2c":
+            return Recipe(
+                self.steps,
+                rate=self.rate or 1e-4,
+                warmup=max(1, self.steps // 10),
+                weight_decay=0.01,
+                batch=self.batch,
+                decay="linear",
+                betas=(0.9, 0.999),
+                seed=self.seed,
+            )
+        warmup = min(10, max(1, self.steps // 10))
+        return Recipe(self.steps, rate=self.rate or 2.5e-4, warmup=warmup, batch=self.batch, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How often a checkpoint is written, and how much KV is kept on disk."""
+
+    every: int = 50
+    kv_bytes: int = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What has come of it."""
+
+    pair: PairFile
+    loss: float | None
+    """None where nothing was learnt by steps."""
+    resumed_at: int
+    computed: int
+    """Contexts read by a frozen model."""
+    reused: int
+    """Contexts whose KV was there already."""
+
+
+Tell = Callable[[Progress | fit_linear.Progress], None]
+
+
+def train_pair(
+    folder: Path,
+    name: str,
+    sharer: Loaded,
+    receiver: Loaded,
+    items: Sequence[Item],
+    plan: Plan,
+    *,
+    resume: bool = False,
+    keeping: Keeping = Keeping(),
+    licences: Licences = Licences(),
+    tell: Tell | None = None,
+) -> Trained:
+    """Raises LoadFailed: models that no such fuser stands between, nothing to learn from, or a folder in use."""
+    aligned = refuse(plan, sharer, receiver)
+    asked = _asked(plan, sharer, receiver, items)
+    _enter(folder, asked, resume=resume)
+    began = time.monotonic()
+    if plan.kind == "linear":
+        fuser, done = _fitted(folder, sharer, receiver, items, plan, tell)
+    else:
+        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, aligned=aligned)
+    training = Training(
+        data=asked["data"],
+        steps=plan.steps if plan.kind != "linear" else 1,
+        tokens=done.tokens,
+        seconds=round(time.monotonic() - began, 1),
+        device=str(receiver.device),
+        options=asdict(plan),
+    )
+    pair = publish(
+        folder,
+        name,
+        sharer,
+        receiver,
+        msgspec.structs.replace(fuser, licence=licences.fuser),
+        mode=plan.mode,
+        scope=plan.scope,
+        made=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        licence=(licences.sharer, licences.receiver),
+        data_licence=licences.data,
+        training=training,
+    )
+    shutil.rmtree(folder / "training")
+    return Trained(pair, done.loss, done.resumed_at, done.computed, done.reused)
+
+
+def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
+    """Whether the two tokenizers must be aligned. Raises LoadFailed for what cannot be trained."""
+    if plan.mode not in MODES[plan.kind]:
+        raise LoadFailed(f"a {plan.kind} fuser runs in mode {' or '.join(MODES[plan.kind])}, not {plan.mode}")
+    for role, model in (("sharer", sharer), ("receiver", receiver)):
+        if model.tokenizer.chat_template is None:
+            raise LoadFailed(f"the {role} has no chat template, so chats cannot be learnt from")
+    if sharer.digests.tokenizer == receiver.digests.tokenizer:
+        return False
+    overlap = vocabulary.compare(receiver.tokenizer.get_vocab(), sharer.tokenizer.get_vocab(), sharer.vocab)
+    if overlap.ids_pass:
+        return False
+    if plan.kind != "c2c":
+        raise LoadFailed(f"a {plan.kind} fuser needs one tokenizer on both sides (c2c does not), and {overlap}")
+    if plan.scope != "prompt":
+        raise LoadFailed(f"two tokenizers are aligned over the whole prompt; the scope is prompt, not {plan.scope}")
+    return True
+
+
+def _asked(plan: Plan, sharer: Loaded, receiver: Loaded, items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "options": asdict(plan),
+        "sharer": sharer.identity,
+        "receiver": receiver.identity,
+        "device": receiver.device.type,
+        "data": digest_of_items(items),
+    }
+
+
+def _enter(folder: Path, asked: dict[str, Any], *, resume: bool) -> None:
+    """Begin, or go on with the same. Raises LoadFailed."""
+    file = folder / "training" / "asked.json"
+    if file.exists():
+        if not resume:
+            raise LoadFailed(f"{folder}: holds a training that has not ended; go on with --resume, or remove it")
+        before = msgspec.json.decode(file.read_bytes())
+        if before != asked:
+            different = sorted(_flat(before).items() ^ _flat(asked).items())
+            named = ", ".join(sorted({key for key, _ in different}))
+            raise LoadFailed(f"{folder}: its training was begun with other {named}, so it cannot go on")
+        return
+    if (folder / "pair.json").exists():
+        raise LoadFailed(f"{folder}: holds a pair already; name a folder of its own, or remove it")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.encode(asked))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": repr(value)}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    tokens: int
+    loss: float | None = None
+    resumed_at: int = 0
+    computed: int = 0
+    reused: int = 0
+
+
+def _fitted(
+    folder: Path, sharer: Loaded, receiver: Loaded, items: Sequence[Item], plan: Plan, tell: Tell | None
+) -> tuple[FuserInfo, _Done]:
+    """In closed form: one pass over the chats, so there is nothing to go on from."""
+    chats = [[*item.chat, *[{"role": "assistant", "content": a} for a in item.answers[:1]]] for item in items]
+    texts = list(fit_linear.encoded(receiver.tokenizer, chats, plan.most))
+    held_out = max(64, min(1024, plan.tokens // 10))
+    recipe = fit_linear.Recipe(tokens=plan.tokens, scout=held_out, held_out=held_out)
+    fitted = fit_linear.fit(sharer, receiver, texts, recipe, tell)
+    stored = fitted.fuser(plan.mode, receiver.dtype).save(folder)
+    info = FuserInfo(stored.kind, stored.digest, stored.shape.as_json(), stored.parameters)
+    return info, _Done(fitted.tokens + fitted.held_out)
+
+
+def _learnt(
+    folder: Path,
+    sharer: Loaded,
+    receiver: Loaded,
+    items: Sequence[Item],
+    plan: Plan,
+    keeping: Keeping,
+    tell: Tell | None,
+    *,
+    aligned: bool,
+) -> tuple[FuserInfo, _Done]:
+    place, checkpoint = folder / "training", folder / "training" / "checkpoint.pt"
+    kept = KeptKV(place / "kv", keeping.kv_bytes)
+    fuser: C2CFuser | LiteFuser = _fresh(plan, sharer, receiver)
+    lessons: Any
+    if aligned:
+        lessons = Shuffled(aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=plan.most), plan.seed)
+    else:
+        options = {"enable_thinking": False} if plan.kind == "c2c" else {}
+        found = lessons_of(receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options)
+        lessons = Shuffled(found, plan.seed)
+    trainer = Trainer(sharer, receiver, fuser, lessons, plan.recipe(), kept.read)
+    if checkpoint.exists():
+        trainer.resume(checkpoint)
+    resumed_at, loss = trainer.step, float("nan")
+    while trainer.step < plan.steps:
+        loss = trainer.run(trainer.step + keeping.every, tell)
+        trainer.checkpoint(checkpoint)
+    info = _store(folder, fuser, plan, sharer, receiver, aligned=aligned)
+    return info, _Done(
+        trainer.tokens, None if resumed_at == plan.steps else loss, resumed_at, kept.computed, kept.found
+    )
+
+
+def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser:
+    if plan.kind == "c2c":
+        size = c2c_write.Size(plan.width, plan.width)
+        return c2c_write.fresh(
+            sharer.shape,
+            receiver.shape,
+            size,
+            steps=plan.steps,
+            seed=plan.seed,
+            dtype=receiver.dtype,
+            device=receiver.device,
+        )
+    same = sharer.digests.weights == receiver.digests.weights and sharer.layers is None
+    copied = lite.copied_layers(sharer.shape, receiver.shape, receiver.layers if same else None)
+    made = lite.fresh(LiteShape(sharer.shape, receiver.shape, copied, plan.rank), receiver.dtype, plan.seed)
+    made.net.to(receiver.device)
+    return made
+
+
+def _store(
+    folder: Path, fuser: C2CFuser | LiteFuser, plan: Plan, sharer: Loaded, receiver: Loaded, *, aligned: bool
+) -> FuserInfo:
+    if isinstance(fuser, LiteFuser):
+        stored = fuser.save(folder)
+        return FuserInfo("lite", stored.digest, stored.shape.as_json(), stored.parameters)
+    official = Official(
+        fuser,
+        aligned=aligned,
+        strategy="first",
+        include_response=False,
+        fusion="sequential",
+        receiver=receiver.source,
+        sharer=sharer.source,
+    )
+    c2c_write.save_official(folder, official, asdict(plan))
+    return FuserInfo("c2c", fuser.digest, {}, fuser.parameters)
