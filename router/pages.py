@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ class Pages:
             Route("/health/liveness", self.alive),
             Route("/health/readiness", self.ready),
             Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
             *(self._admins.guard(route, self._is_tenant) for route in self._administration()),
         ]
         routes += [Route("/", self.dashboard), Mount("/dashboard", StaticFiles(directory=_DASHBOARD))]
@@ -180,6 +182,9 @@ class Pages:
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
+    async def openapi(self, request: Request) -> Response:
+        return Response(_openapi(), media_type="application/json")
+
     async def workers(self, request: Request) -> Response:
         return _json({"object": "list", "data": list(self._fleet.workers())})
 
@@ -210,6 +215,13 @@ class Pages:
 
     async def _wrong_method(self, request: Request) -> Response:
         raise HTTPException(405, headers={"allow": "POST"})
+
+
+@cache
+def _openapi() -> bytes:
+    from router.openapi import document  # asked for once, if ever: it must not delay the start
+
+    return msgspec.json.encode(document())
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -22,6 +22,7 @@ from router.upload import Upload
 from router.wire import error_frame, read_body, read_flag, read_text
 
 FAMILIES = ("files", "batches", "audio", "images", "messages")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD")
 _PATH = re.compile(rb"(?:/v1)?(/(?:%s)(?:/[^?#]*)?)\Z" % b"|".join(f.encode() for f in FAMILIES))
 _ODD = re.compile(r"(?:^|/)\.{1,2}(?:/|$)|//|\\|%2e|%2f|%5c|[\x00-\x1f\x7f]", re.IGNORECASE)
 """In a decoded path: what an upstream may read as another path than we did."""
@@ -44,14 +45,14 @@ _MOST_KEPT = 16 * 2**20
 
 
 class Passthrough:
-    """Answers every method and path below FAMILIES, with and without `/v1`."""
+    """Answers METHODS on every path below FAMILIES, with and without `/v1`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     def serves(self, scope: Scope) -> bool:
         """Whether a request is one of these."""
-        return _PATH.match(scope["raw_path"]) is not None
+        return _PATH.match(scope["raw_path"]) is not None and scope["method"] in METHODS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()

@@ -27,7 +27,7 @@ _WHOLE = 16 * 2**20
 """Bytes of a JSON answer that is read before it is passed on; a longer one streams, and tells no usage."""
 _KEPT = (*KEPT, "anthropic-ratelimit-")
 _KEPT_TOO = frozenset({"content-disposition", "content-range", "accept-ranges"})
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE = frozenset({"GET", "HEAD"})
 _KEEPS_NOTHING = ("/messages", "/audio", "/images")
 """Doors that change nothing at the upstream: what failed there may be asked of another."""
 
