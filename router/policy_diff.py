@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from policies.compare import Known, compare, grid
 from policies.decide import decide
 from policies.facts import Decision, Facts
 from policies.policy import Policy
 from router import audit_verify
 from router.facts_record import NotReplayable, unpack_all
-from router.policy_versions import Change, Version, changes
+from router.policy_versions import KEYS_BOUND, Change, Version, changes
 from router.tenant_config import TenantConfig
 
 _MORE_WIDENS = frozenset({"rpm_limit", "tpm_limit", "max_parallel_requests", "max_budget", "kv.ttl", "kv.max_bytes"})
 """Limits: null is no limit."""
-_LESS_WIDENS = frozenset({"budget_duration"})
+_LESS_WIDENS = frozenset({"budget_duration", "audit.retention", "audit.shadow_text"})
+"""The budget's span; and how long and how often something is kept to be looked at, where null is for ever."""
 _ORDERS: dict[str, tuple[object, ...]] = {
     "kv.reuse": ("none", "tenant"),
     "kv.encrypt": (True, False),
@@ -68,6 +71,8 @@ class TenantChange:
     """`added`, `removed` or `changed`."""
     direction: str
     changes: list[KeyChange]
+    together: str = ""
+    """An example of what the changes allow together and none of them by itself."""
     replayed: Replayed | None = None
 
     @property
@@ -81,6 +86,8 @@ class TenantChange:
             yield f"  {change.text} ({change.direction})"
             if change.example:
                 yield f"    newly allowed: {change.example}"
+        if self.together:
+            yield f"  newly allowed by these together: {self.together}"
         if self.replayed is not None:
             yield from _replay_lines(self.replayed)
 
@@ -111,12 +118,13 @@ def _tenant(name: str, old: Version, new: Version) -> TenantChange | None:
     known = _known(old, new)
     whole = compare(before.policy, after.policy, grid([before.policy, after.policy], known))
     told = [_change(change, before, after, known) for change in differing]
-    beside = {c.direction for c in told if _top(c.key) not in Policy.model_fields or c.key == "rules"}
+    beside = {c.direction for c in told if _top(c.key) not in Policy.model_fields or c.key in ("rules", "regulated")}
     words = {*whole.word.split(" and "), *(word for found in beside for word in found.split(" and "))}
     direction = " and ".join(w for w in ("widens", "narrows") if w in words) or (
         "moves" if "moves" in words else whole.word
     )
-    return TenantChange(name, "changed", direction, told)
+    together = "" if any(c.example for c in told) else whole.widens
+    return TenantChange(name, "changed", direction, told, together)
 
 
 def _change(change: Change, old: TenantConfig, new: TenantConfig, known: Known) -> KeyChange:
@@ -126,19 +134,42 @@ def _change(change: Change, old: TenantConfig, new: TenantConfig, known: Known) 
         # What an own rule says of other requests cannot be known: one that goes may have refused any.
         gone = [r for r in change.old or () if r not in (change.new or ())]
         return KeyChange(change.key, change.old, change.new, "widens" if gone else "narrows", str(change))
-    if top not in Policy.model_fields:
-        return KeyChange(change.key, change.old, change.new, _direction(change), str(change))
+    if top not in Policy.model_fields or change.key == KEYS_BOUND:
+        return KeyChange(change.key, change.old, change.new, _direction(change, old, new), str(change))
     before = old.policy
-    after = before.model_copy(update={top: getattr(new.policy, top)})
-    # A copy keeps what was compiled for the original.
-    after = Policy(**{name: getattr(after, name) for name in Policy.model_fields})
+    after = _alone(before, new.policy, top)
     moved = compare(before, after, grid([before, after], known))
+    if top == "regulated":
+        # Whatever the lanes say: without it an answer may leave that is not on record.
+        direction = "narrows" if new.regulated else "widens"
+        return KeyChange(change.key, change.old, change.new, direction, str(change), moved.widens)
     return KeyChange(change.key, change.old, change.new, moved.word, str(change), moved.widens)
 
 
-def _direction(change: Change) -> str:
+def _alone(old: Policy, new: Policy, key: str) -> Policy:
+    """The old policy with this key as it is in the new one. Use cases and labels that fit only together change as one."""
+
+    def with_new(keys: set[str]) -> Policy:
+        return Policy(**{name: getattr(new if name in keys else old, name) for name in Policy.model_fields})
+
+    try:
+        return with_new({key})
+    except ValidationError:
+        return with_new({key, "labels", "use_cases"})
+
+
+def _direction(change: Change, before: TenantConfig, after: TenantConfig) -> str:
     """Of keys that no decision reads."""
     old, new = change.old, change.new
+    if change.key == "audit.hold_stream":
+        held, holds = (t.regulated if t.audit.hold_stream is None else t.audit.hold_stream for t in (before, after))
+        return "moves" if held == holds else "narrows" if holds else "widens"
+    if change.key == "keys":
+        more = len(after.key_digests) - len(before.key_digests)
+        return "widens" if more > 0 else "narrows" if more < 0 else "moves"
+    if change.key == KEYS_BOUND:
+        # What the two use cases allow is not compared: the key's requests are judged by another one.
+        return "widens"
     if change.key in _ORDERS:
         order = _ORDERS[change.key]
         return "widens" if order.index(new) > order.index(old) else "narrows"

@@ -15,6 +15,9 @@ from router.source import ConfigError
 from router.tenant_config import TenantConfig
 from router.tenants import read_tenant, tenant_files
 
+KEYS_BOUND = "use_cases.keys"
+"""Names the change of keys that were and are the tenant's, and belong to another use case than before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -73,18 +76,23 @@ def changes(old: TenantConfig, new: TenantConfig) -> list[Change]:
     """What differs, in the order of the keys. API keys are counted, never shown."""
     before, after = (dict(_flat(t.without_keys())) for t in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
-    found = [Change(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
+    missing = object()  # a key that is there and null is another thing
+    found = [Change(k, before.get(k), after.get(k)) for k in keys if before.get(k, missing) != after.get(k, missing)]
     had, has = old.key_digests.keys(), new.key_digests.keys()
     gone, come = had - has, has - had
     if gone or come:
         found.append(Change("keys", f"{len(gone)} removed", f"{len(come)} added"))
+    moved = [key for key in had & has if old.key_digests[key] != new.key_digests[key]]
+    if moved:
+        was, now = (sorted({t.key_digests[key] or "none" for key in moved}) for t in (old, new))
+        found.append(Change(KEYS_BOUND, f"{len(moved)} bound to {', '.join(was)}", f"to {', '.join(now)}"))
     return found
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys; lists are values."""
+    """Dotted keys; lists are values, and so are the values of a label."""
     for key, value in data.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and not prefix.startswith("labels."):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -44,6 +44,13 @@ def test_diff_of_the_same_is_nothing(tmp_path: Path) -> None:
     assert json.loads(run("diff", file, file, "--json").output) == {"tenants": []}
 
 
+_CASE = "owner: kim, risk: low, approved_by: lee, review_by: 2999-01-01"
+BOUND = "use_cases: [{id: a, CASE}, {id: b, CASE}]".replace("CASE", _CASE)
+"""Two use cases."""
+LABELLED = "labels: {purpose: {VALUE: {}}}\nuse_cases: [{id: u, CASE, labels: [VALUE]}]".replace("CASE", _CASE)
+"""A use case that belongs to a value; neither stands without the other."""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "status", "words"),
     [
@@ -54,6 +61,50 @@ def test_diff_of_the_same_is_nothing(tmp_path: Path) -> None:
         ("kv: {encrypt: true}", "kv: {encrypt: false}", 1, ["kv.encrypt: true -> false (widens)"]),
         ("audit: {content: none}", "audit: {content: full}", 0, ["narrows"]),
         ("max_budget: 5", "max_budget: 4", 0, ["narrows"]),
+        ("transports: [text]\nregulated: true", "transports: [text]\naudit: {content: full}", 1, ["(widens)"]),
+        ("audit: {content: full}", "regulated: true", 0, ["regulated: false -> true (narrows)"]),
+        (
+            "regulated: true",
+            "regulated: true\naudit: {hold_stream: false}",
+            1,
+            ["hold_stream: not set -> false (widens)"],
+        ),
+        ("audit: {hold_stream: false}", "{}", 0, ["hold_stream: false -> not set (moves)"]),
+        ("audit: {retention: 5y}", "audit: {retention: 1d}", 1, ["(widens)"]),
+        ("audit: {retention: 5y}", "{}", 0, ["(narrows)"]),
+        ("audit: {shadow_text: 1}", "audit: {shadow_text: 0}", 1, ["(widens)"]),
+        ("keys: [one]", "keys: [one, two]", 1, ["keys: 0 removed -> 1 added (widens)"]),
+        ("keys: [one]", "keys: [two]", 0, ["keys: 1 removed -> 1 added (moves)"]),
+        (
+            BOUND.replace("id: a", "id: a, keys: [one]"),
+            BOUND.replace("id: b", "id: b, keys: [one]"),
+            1,
+            ["use_cases.keys: 1 bound to a -> to b (widens)"],
+        ),
+        (
+            LABELLED.replace("VALUE", "x"),
+            LABELLED.replace("VALUE", "z"),
+            1,
+            ["newly allowed: model another, purpose: z"],
+        ),
+        (
+            "labels: {data: {closed: {transports: [text]}}}",
+            "labels: {data: {closed: {transports: [text]}, open: {}}}",
+            1,
+            ["labels.data", "newly allowed: model another, data: open"],
+        ),
+        (
+            "models: [x]\nregions: [kr]",
+            "models: [x, y]\nregions: [kr, us]",
+            1,
+            ["newly allowed: model y"],
+        ),
+        (
+            "transports: [text]\nlabels: {data: {open: {transports: [text]}}}",
+            "labels: {data: {open: {}}}",
+            1,
+            ["newly allowed by these together: model another: the cache lane"],
+        ),
     ],
 )
 def test_widening_is_named_and_refused(tmp_path: Path, old: str, new: str, status: int, words: list[str]) -> None:
