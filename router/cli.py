@@ -209,11 +209,14 @@ def _show(decision: Decision, rules: tuple[str, ...], as_json: bool) -> None:
 
 
 def _as_data(decision: Decision, rules: tuple[str, ...]) -> dict[str, Any]:
+    from policies.rules import REASONS
+
     ranks = {name: place for place, name in enumerate(decision.ranked, 1)}
     return {
         "model": decision.model,
         "chosen": decision.chosen,
         "reason": decision.reason,
+        "means": REASONS[decision.reason],
         "budget_missed": decision.budget_missed,
         "ranked": decision.ranked,
         "use_cases": decision.use_cases,
@@ -223,7 +226,7 @@ def _as_data(decision: Decision, rules: tuple[str, ...]) -> dict[str, Any]:
                 "transport": j.transport,
                 "rank": ranks.get(j.deployment),
                 "verdicts": [
-                    {"rule": rule, "allowed": v.allowed, "code": v.code, "detail": v.detail}
+                    {"rule": rule, "allowed": v.allowed, "code": v.code, "detail": v.detail, "means": REASONS[v.code]}
                     for rule, v in zip(rules, j.verdicts, strict=True)
                 ],
             }

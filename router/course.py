@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
-from policies.facts import Decision, Estimate, Facts
+from policies.decide import rule_names
+from policies.facts import Decision, Estimate, Facts, Verdict
+from policies.policy import Policy
+from policies.rule import OK
+from policies.rules import REASONS
 from router.call import Call, Reply
 from router.errors import RouterError, TransportError
 from router.limits import Grant
@@ -122,7 +126,7 @@ class Course:
 
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
     """A decision as `/decide` and `/decisions/{id}` show it: verdicts and estimates by deployment, no content."""
-    return _view(call.id, call.model, call.tenant.digest, [(facts, decision)])
+    return _view(call.id, call.model, call.tenant.digest, call.tenant.policy, [(facts, decision)])
 
 
 def course_view(course: Course, event: Event) -> Callable[[], View] | None:
@@ -131,19 +135,25 @@ def course_view(course: Course, event: Event) -> Callable[[], View] | None:
     if not call.decided:
         return None
     happened = {"happened": event, "tries": course.tries, "spare": course.spare}
-    return partial(_view, call.id, call.model, call.tenant.digest, call.decided, happened)
+    return partial(_view, call.id, call.model, call.tenant.digest, call.tenant.policy, call.decided, happened)
 
 
 def _view(
-    id: str, model: str, policy: str, decided: Sequence[tuple[Facts | None, Decision]], more: View | None = None
+    id: str,
+    model: str,
+    digest: str,
+    policy: Policy,
+    decided: Sequence[tuple[Facts | None, Decision]],
+    more: View | None = None,
 ) -> View:
     """The first decision; those after it, of fallback groups and of a relay's halves, stand under `later`."""
-    first, *later = [_decided(facts, decision) for facts, decision in decided]
+    rules = rule_names(policy)
+    first, *later = [_decided(facts, decision, rules) for facts, decision in decided]
     return {
         "id": id,
         "object": "twolane.decision",
         "model": model,
-        "policy": policy,
+        "policy": digest,
         **first,
         **(
             {"later": [{"model": d.model, **view} for (_, d), view in zip(decided[1:], later, strict=True)]}
@@ -154,12 +164,13 @@ def _view(
     }
 
 
-def _decided(facts: Facts | None, decision: Decision) -> View:
+def _decided(facts: Facts | None, decision: Decision, rules: tuple[str, ...]) -> View:
     known = {d.id: d for d in facts.deployments} if facts else {}
     return {
         "deployment": decision.chosen,
         "transport": next((j.transport for j in decision.judged if j.deployment == decision.chosen), None),
         "reason": decision.reason,
+        "means": REASONS[decision.reason],
         "budget_missed": decision.budget_missed,
         "ranked": decision.ranked,
         "use_cases": decision.use_cases,
@@ -179,12 +190,26 @@ def _decided(facts: Facts | None, decision: Decision) -> View:
                 "deployment": judged.deployment,
                 "transport": judged.transport,
                 "allowed": judged.deployment in decision.ranked,
-                "verdicts": judged.verdicts,
+                "verdicts": [_said(rule, v) for rule, v in zip(rules, judged.verdicts, strict=True)],
                 "estimate": known[judged.deployment].estimate if judged.deployment in known else None,
             }
             for judged in decision.judged
         ],
     }
+
+
+def _said(rule: str, verdict: Verdict) -> View | msgspec.Raw:
+    """A verdict under its rule's name; where it is more than `ok`, with the sentence for people."""
+    if verdict is OK:
+        return _fine(rule)
+    told = {"rule": rule, "allowed": verdict.allowed, "code": verdict.code, "detail": verdict.detail}
+    return told if verdict.code == "ok" else {**told, "means": REASONS[verdict.code]}
+
+
+@lru_cache(maxsize=256)
+def _fine(rule: str) -> msgspec.Raw:
+    """Most verdicts are the one OK: encoded once."""
+    return msgspec.Raw(msgspec.json.encode({"rule": rule, "allowed": True, "code": "ok", "detail": ""}))
 
 
 class Decisions:

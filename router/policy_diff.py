@@ -147,7 +147,7 @@ def _change(change: Change, old: TenantConfig, new: TenantConfig, known: Known) 
 
 
 def _alone(old: Policy, new: Policy, key: str) -> Policy:
-    """The old policy with this key as it is in the new one. Use cases and labels that fit only together change as one."""
+    """The old policy with this key of the new one; use cases and labels as one where they fit only together."""
 
     def with_new(keys: set[str]) -> Policy:
         return Policy(**{name: getattr(new if name in keys else old, name) for name in Policy.model_fields})

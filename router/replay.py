@@ -7,7 +7,7 @@ recorded or counted. Counterfactuals show what a pair's sharer changed in this a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from router.agreement import exact, token_f1
 from router.app import App, create_app
 from router.call import Call, Reply
 from router.deployments import Deployment
-from router.errors import RouterError
+from router.errors import RouterError, TransportError
 from router.gather import on_worker
 from router.recorded import NothingToReplay, Recorded, With, texts_of
 from router.settings import Settings
@@ -27,6 +27,7 @@ from router.transports.cache import KnownFleet, holders
 from router.twin import Said, Twin
 from router.wire import given
 from workers.config import KVPolicy
+from workers.errors import SameText
 from workers.protocol import Run, WorkerState
 
 _TEXT_ONLY = ("stream", "stream_options")
@@ -180,8 +181,14 @@ class Replayer:
             return await twin.relay(fields)
         if kind != "shuffled":
             return await twin.ask(fields, kind, chat=chat)
-        messages = _other_messages(recorded, other)
-        return await twin.ask(fields, kind, chat=chat, other=messages)
+        for messages in _other_messages(recorded, other):
+            try:
+                return await twin.ask(fields, kind, chat=chat, other=messages)
+            except TransportError as error:
+                # A pair may read only a part of a request, and that may be the same in both.
+                if error.code != SameText.code:
+                    raise
+        raise NothingToReplay("refused", "shuffled needs another recorded request that tells the sharer something else")
 
 
 def _fields(recorded: Recorded) -> dict[str, msgspec.Raw]:
@@ -193,13 +200,12 @@ def _fields(recorded: Recorded) -> dict[str, msgspec.Raw]:
     return fields
 
 
-def _other_messages(recorded: Recorded, other: Sequence[Recorded]) -> list[Any]:
+def _other_messages(recorded: Recorded, other: Sequence[Recorded]) -> Iterator[list[Any]]:
     own = recorded.request.get("messages")
     for candidate in other:
         messages = candidate.request.get("messages")
         if messages is not None and messages != own:
-            return msgspec.json.decode(messages, type=list[Any])
-    raise NothingToReplay("refused", "shuffled needs another recorded request with other messages, and there is none")
+            yield msgspec.json.decode(messages, type=list[Any])
 
 
 def told_by(reply: Reply) -> tuple[Run | None, tuple[tuple[int, ...], ...]]:

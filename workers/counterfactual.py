@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from workers.buffers import Sequence
-from workers.errors import BadPrompt, PromptTooLong
+from workers.errors import BadPrompt, PromptTooLong, SameText
 from workers.fusers.identity import IdentityFuser
 from workers.loader import Loaded
 from workers.prompt import Message, Prompt
@@ -85,7 +85,7 @@ def _reading(ids: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...
     def source(own: tuple[int, ...]) -> tuple[int, ...]:
         read = (ids * (len(own) // len(ids) + 1))[: len(own)]
         if read == own:
-            raise BadPrompt("the other text is the same text")
+            raise SameText("the other text is the same text")
         return read
 
     return source

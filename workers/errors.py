@@ -2,7 +2,8 @@
 
 WorkerError
 ├── BadPrompt         the request itself cannot be served (400)
-│   └── PromptTooLong
+│   ├── PromptTooLong
+│   └── SameText
 ├── PairNotLoaded     this worker does not hold the model or pair (404)
 ├── KVMismatch        stored KV does not fit the model that asked for it (500)
 └── Overloaded        the queue is full (503, Retry-After)
@@ -21,6 +22,12 @@ class BadPrompt(WorkerError):
 
     status = 400
     code = "bad_prompt"
+
+
+class SameText(BadPrompt):
+    """The sharer was to read another text, and it is the one that it would have read anyway."""
+
+    code = "same_text"
 
 
 class PromptTooLong(BadPrompt):

@@ -39,8 +39,12 @@ async def test_a_past_decision_shows_its_fallbacks(tmp_path: Path) -> None:
     assert [j["transport"] for j in told["judged"]] == ["text", "text", "cache"]
     assert all(len(j["verdicts"]) == len(RULES) for j in told["judged"])
     assert [j["estimate"] is not None for j in told["judged"]] == [True, True, False]
-    refused = [v["code"] for v in told["judged"][2]["verdicts"] if not v["allowed"]]
-    assert refused == ["pair_unavailable", "deployment_unavailable"]
+    assert [v["rule"] for v in told["judged"][0]["verdicts"]] == [rule.name for rule in RULES]
+    refused = [(v["rule"], v["code"], v["means"]) for v in told["judged"][2]["verdicts"] if not v["allowed"]]
+    assert refused == [
+        ("pair_available", "pair_unavailable", "No live worker holds this pair."),
+        ("available", "deployment_unavailable", "The deployment cannot be reached."),
+    ]
     assert sorted(t["deployment"] for t in told["tries"]) == sorted(told["ranked"])
     (later,) = told["later"]
     assert (later["model"], later["reason"]) == ("spare", "only_survivor")

@@ -280,7 +280,7 @@ async def test_decisions_are_the_tenants_own(tmp_path: Path, up: Upstream) -> No
         own, others = await door.get(path), await door.get(path, key=OTHER_KEY)
         decided = await door.post("/v1/decide", model="m")
     assert own.json["deployment"] == got.headers["x-twolane-deployment"]
-    assert own.json["judged"][0]["verdicts"][0] == {"allowed": True, "code": "ok", "detail": ""}
+    assert own.json["judged"][0]["verdicts"][0] == {"rule": "model", "allowed": True, "code": "ok", "detail": ""}
     assert own.json["happened"]["outcome"] == "ok"
     assert "marker-5521" not in own.raw.decode()
     assert (others.status, others.error["code"]) == (404, "decision_not_found")

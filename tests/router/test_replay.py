@@ -304,6 +304,25 @@ async def test_the_command_shows_counterfactuals_beside_the_answer(lab: Lab, tmp
     assert shown.out.startswith(f"{id}: identical (cache, 6 tokens)")
 
 
+async def test_a_shuffled_sharer_reads_the_newest_text_that_differs_for_it(lab: Lab, tmp_path: Path) -> None:
+    """A request that tells the sharer the same is passed over; where all others do, the reason says so."""
+    other = {"messages": [{"role": "user", "content": TEXTS[1]}], "user": "first"}
+    told = {"messages": [{"role": "user", "content": TEXTS[0]}]}
+    # The same in other words of JSON: the sharer reads no name.
+    alike = {"messages": [{"role": "user", "content": TEXTS[0], "name": "second"}]}
+    async with house(lab, tmp_path) as (door, config, states, _):
+        ids = [await ask(door, "cache", temperature=0, **body) for body in (other, told, alike)]
+        await door.app.parts.audit.control("look", "test", {}, "a")
+        found, second = recorded.find(tmp_path / "audit", ids[1]), recorded.find(tmp_path / "audit", ids[2])
+        differing = recorded.others(tmp_path / "audit", found)
+        assert [one.id for one in differing] == [ids[2], ids[0]]
+        (with_both,) = await again(config, tmp_path, states, [found], kinds=("shuffled",), other=differing)
+        (with_alike,) = await again(config, tmp_path, states, [found], kinds=("shuffled",), other=[second])
+    assert with_both.otherwise[0].text
+    assert not with_both.otherwise[0].error
+    assert "something else" in with_alike.otherwise[0].error
+
+
 async def test_a_worker_is_started_where_none_runs_and_known_to_nobody(lab: Lab, tmp_path: Path) -> None:
     """The command brings its own worker, which ends with it and leaves no KV; a wrong id exits with 1, a wrong
     counterfactual with 2."""

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+REFUSED = {"rule": "region", "allowed": False, "code": "region_not_allowed", "means": "Not in a region it may use."}
 DECISION = {
     "id": "dec_1",
     "model": "assistant",
@@ -27,7 +28,7 @@ DECISION = {
     "reason": "cache_preferred",
     "judged": [
         {"deployment": "duo", "transport": "cache", "verdicts": [{"allowed": True, "code": "ok", "detail": ""}]},
-        {"deployment": "far", "transport": "text", "verdicts": [{"allowed": False, "code": "region_not_allowed"}]},
+        {"deployment": "far", "transport": "text", "verdicts": [REFUSED]},
     ],
     "budget_missed": False,
     "estimates": {"duo": {"ttft_p50": 40.0}},

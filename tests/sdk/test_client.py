@@ -161,7 +161,12 @@ def test_decide(client: TwoLane, server: Server) -> None:
     decision = client.lane(transport="cache").decide(**ASK)
     assert (decision.chosen, decision.transport, decision.reason) == ("duo", "cache", "cache_preferred")
     assert [(j.deployment, j.allowed) for j in decision.judged] == [("duo", True), ("far", False)]
-    assert decision.judged[1].verdicts[0].code == "region_not_allowed"
+    (refused,) = decision.judged[1].verdicts
+    assert (refused.rule, refused.code, refused.means) == (
+        "region",
+        "region_not_allowed",
+        "Not in a region it may use.",
+    )
     assert decision.body["estimates"] == {"duo": {"ttft_p50": 40.0}}
     assert server.bodies[-1] == ASK
     assert server.asked[-1]["x-twolane-transport"] == "cache"

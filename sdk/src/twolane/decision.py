@@ -14,6 +14,9 @@ class Verdict:
     allowed: bool
     code: str
     detail: str = ""
+    rule: str = ""
+    means: str = ""
+    """The code in words, where it is more than `ok`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +73,10 @@ class Decision:
 
 
 def _judged(entry: Mapping[str, Any]) -> Judged:
-    verdicts = (Verdict(bool(v["allowed"]), str(v["code"]), str(v.get("detail", ""))) for v in entry["verdicts"])
-    return Judged(str(entry["deployment"]), str(entry["transport"]), tuple(verdicts))
+    verdicts = tuple(_verdict(v) for v in entry["verdicts"])
+    return Judged(str(entry["deployment"]), str(entry["transport"]), verdicts)
+
+
+def _verdict(entry: Mapping[str, Any]) -> Verdict:
+    words = (str(entry.get(name, "")) for name in ("detail", "rule", "means"))
+    return Verdict(bool(entry["allowed"]), str(entry["code"]), *words)
