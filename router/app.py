@@ -41,6 +41,7 @@ from router.shadow import Shadow
 from router.telemetry import Metrics, configure_logging, flush_requests
 from router.tenants import TenantSource
 from router.till import Till
+from router.traces import Traces
 from router.transports.base import Transport
 from router.transports.cache import Fleet, KnownFleet, OnWorker, Role
 from router.transports.openai_http import Pools
@@ -73,6 +74,7 @@ class Parts:
     admins: Admins
     lane: LaneHouse
     shadow: Shadow
+    traces: Traces | None
 
 
 class App:
@@ -167,6 +169,7 @@ class App:
             allowances=_allowances(settings),
             decisions=parts.decisions,
             conversations=parts.conversations,
+            traces=parts.traces,
             audit=parts.audit,
             shadow=parts.shadow,
         )
@@ -204,6 +207,8 @@ class App:
         parts = self.parts
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(flush_requests)
+            if parts.traces is not None:
+                stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
             stack.push_async_callback(self._close_litellm)
             await parts.audit.start()
@@ -316,6 +321,7 @@ def create_app(
         admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
         lane=lane,
         shadow=shadow,
+        traces=None if settings.otel is None else Traces(settings.otel),
     )
     return App(settings, parts, path)
 

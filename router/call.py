@@ -66,6 +66,8 @@ class Call:
     """Taken on deployments with limits of their own, to be given back. Shared in the same way."""
     raw: Raw | None = None
     """Of a request that is passed through."""
+    trace: str | None = None
+    """`traceparent` as it was sent."""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ from router.settings import Settings
 from router.shadow import Shadow
 from router.telemetry import Metrics, Outcome, log_request
 from router.till import Till
+from router.traces import Traces
 from router.transports.base import Transport
 
 LONGEST_WAIT = 3.0
@@ -87,6 +88,7 @@ class Dispatcher:
     """Limits of deployments that have some, by id."""
     decisions: Decisions = field(default_factory=Decisions)
     conversations: Conversations = field(default_factory=Conversations)
+    traces: Traces | None = None
     audit: Audit | None = None
     """None keeps no records, and then regulated tenants get no answers."""
     shadow: Shadow | None = None
@@ -427,6 +429,8 @@ class Dispatcher:
         event = course.event(outcome, error, cost, limit)
         self.metrics.finish(event)
         log_request(event)
+        if self.traces is not None:
+            self.traces.finished(course, event, self.deployments.get(course.deployment or ""))
         view = course_view(course, event)
         if view is not None:
             self.decisions.keep(course.call.id, course.call.tenant.name, view)

@@ -50,6 +50,7 @@ _HEADERS = {
     b"x-twolane-deployment": "pinned",
     b"x-session-id": "session",
     b"x-twolane-labels": "labels",
+    b"traceparent": "trace",
 }
 _HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
 _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -261,6 +262,7 @@ def made_call(
         subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, headers),
         told_labels=told.get("labels") or None,
         raw=raw,
+        trace=told.get("trace"),
     )
 
 

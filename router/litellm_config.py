@@ -42,6 +42,7 @@ _OURS = frozenset(
         "accept_unsupported",
         "admins",
         "stops",
+        "otel",
         "server",
         "log",
         "audit",

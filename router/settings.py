@@ -32,6 +32,7 @@ from router.retries import AllowedFails, RetryPolicy
 from router.source import ConfigError as ConfigError
 from router.source import Source
 from router.tenant_config import TenantConfig
+from router.traces import OtelConfig
 from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, Span, StoreConfig, WorkerConfig
 
 Strategy = Literal[
@@ -230,6 +231,7 @@ class Settings(BaseSettings):
     """Keys that protect and that we do not support, accepted by name all the same."""
     server: ServerConfig = ServerConfig()
     log: LogConfig = LogConfig()
+    otel: OtelConfig | None = None
     audit: AuditConfig = AuditConfig()
     prices: Path | None = None
     """Of LiteLLM's shape; None takes the table that the litellm package brings, if it is installed."""
