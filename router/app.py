@@ -128,8 +128,8 @@ class App:
         after = self.parts.tenants.digests
         digests = {name: [before.get(name), after.get(name)] for group in told.values() for name in group}
         detail = {"config": [old.digest, settings.digest], "tenants": told, "digests": digests}
-        await record_or_log(self.parts.audit, "reload", who, detail)
-        return {"reloaded": True, "tenants": told, "deployments": len(settings.model_list)}
+        recorded = await record_or_log(self.parts.audit, "reload", who, detail)
+        return {"reloaded": True, "recorded": recorded, "tenants": told, "deployments": len(settings.model_list)}
 
     async def close(self) -> None:
         """Give up the connections of an app that was never served."""
@@ -211,7 +211,9 @@ class App:
                 stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
             stack.push_async_callback(self._close_litellm)
-            await parts.audit.start()
+            # Files may have changed while no router ran: what is in force now stands in the record of the start.
+            in_force = {"config": self.endpoint.dispatcher.settings.digest, "tenants": parts.tenants.digests}
+            await parts.audit.start(in_force)
             stack.push_async_callback(parts.audit.close)
             stack.push_async_callback(parts.lane.close)
             await parts.lane.start()

@@ -116,8 +116,11 @@ class Audit:
         """Digests of policies that lie in the folder. The thread's."""
         self._thread: threading.Thread | None = None
 
-    async def start(self) -> None:
-        """Create folder and keys where there are none, and record the start. Raises Unrecorded where that fails."""
+    async def start(self, about: dict[str, Any] | None = None) -> None:
+        """Create folder and keys where there are none, and record the start, with what is in force (`about`).
+
+        Raises Unrecorded where that fails.
+        """
         try:
             self._signer = await asyncio.to_thread(self._prepare)
         except (OSError, AuditError) as error:
@@ -126,7 +129,7 @@ class Audit:
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
         try:
-            await self.control("started", "router", {"key": self._signer.id})
+            await self.control("started", "router", {"key": self._signer.id, **(about or {})})
         except Unrecorded:
             await self.close()
             raise

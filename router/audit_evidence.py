@@ -83,7 +83,7 @@ def build(asked: Request, out: Path) -> Seen:
     _policies(asked, found, out)
     controls = [r.body | {"hash": r.hash} for r in found.controls]
     about = {
-        "changes.json": [c for c in controls if c["what"] not in _NOT_CHANGES],
+        "changes.json": [*(c for c in controls if c["what"] not in _NOT_CHANGES), *_unwatched(asked.tenant, controls)],
         "drills.json": [c for c in controls if c["what"] == "drill"],
         "incidents.json": _incidents(found, controls),
         "retention.json": _retention(asked, controls),
@@ -161,6 +161,25 @@ def _incidents(found: _Found, controls: list[dict[str, Any]]) -> dict[str, Any]:
         "log": [c for c in controls if c["what"] in _INCIDENTS],
         "stops": [c for c in controls if c["what"] in ("stop", "start")],
     }
+
+
+def _unwatched(tenant: str, controls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Starts of a router that found another configuration or policy than the one last told: changed while none ran."""
+    found = []
+    last: dict[str, Any] = {}
+    for control in controls:
+        detail = control["detail"]
+        if control["what"] == "started" and "config" in detail:
+            now = {"config": detail["config"], "policy": detail["tenants"].get(tenant)}
+            differing = {name: [last[name], now[name]] for name in last if last[name] != now[name]}
+            if differing:
+                shown = {"ts": control["ts"], "hash": control["hash"], "kind": "control"}
+                found.append({**shown, "what": "changed_while_off", "who": "file", "detail": differing})
+            last = now
+        elif control["what"] == "reload" and last and "config" in detail:
+            last["config"] = detail["config"][1]
+            last["policy"] = detail["digests"].get(tenant, [None, last["policy"]])[1]
+    return found
 
 
 def _retention(asked: Request, controls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -304,7 +323,8 @@ They do not say that any rule is kept; that is for people to judge.
 - `requests.csv`, `refusals.csv`, `summary.json`: what was asked, decided and answered, without texts.
 - `inventory.json`, `pairs/`: models, deployments and pairs as configured now, with digests, licences and reports, and
   the digests that answered in the period. `policies/`: what was enforced, named by the digest that records name.
-- `changes.json`, `drills.json`, `incidents.json`: who changed what and why; drills; failures, losses, stops.
+- `changes.json`, `drills.json`, `incidents.json`: who changed what and why (`changed_while_off`: what a router that
+  started found changed); drills; failures, losses, stops.
 - `retention.json`: how long texts are kept, what expired, was erased or is on hold.
 - `manifest.json`: SHA-256 of each file. `manifest.sig`: the log's key over
   `["twolane-audit-evidence/1", tenant, SHA-256 of manifest.json]` (base64, Ed25519).

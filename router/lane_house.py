@@ -85,12 +85,17 @@ async def _kept_up(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await asyncio.sleep(EVERY_S)
 
 
-async def record_or_log(audit: Audit, what: str, who: str, detail: dict[str, Any]) -> None:
-    """A control record of what happens whether or not it can be recorded: a demotion, a reload that mends."""
+async def record_or_log(audit: Audit, what: str, who: str, detail: dict[str, Any]) -> bool:
+    """A control record of what happens whether or not it can be recorded: a demotion, a reload that mends.
+
+    False, and a line in the log, where it cannot.
+    """
     try:
         await audit.control(what, who, detail)
     except Unrecorded as error:
         log.error("step_not_recorded", what=what, error=error.message)
+        return False
+    return True
 
 
 def _limits(settings: Settings) -> dict[str, DemotionLimits]:

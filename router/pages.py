@@ -22,7 +22,7 @@ from router.admin import LaneAdmin
 from router.admins import Admins, who
 from router.course import decision_view
 from router.endpoints import PATHS, Endpoint, authenticate, new_id, read_call
-from router.errors import BadRequest, RouterError, UnknownModel
+from router.errors import BadRequest, RouterError, UnknownModel, Unrecorded
 from router.http import bearer, read_all
 from router.kv_admin import KVAdmin
 from router.limits import Limits
@@ -209,9 +209,13 @@ class Pages:
 
     async def reload(self, request: Request) -> Response:
         try:
-            return _json(await self._reload(who(request)))
+            done = await self._reload(who(request))
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config", status=422) from error
+        if not done["recorded"]:
+            failed = Unrecorded("The files are in force, but the audit record of the reload could not be written.")
+            return _json({**done, **msgspec.json.decode(failed.body())}, failed.status)
+        return _json(done)
 
     async def _wrong_method(self, request: Request) -> Response:
         raise HTTPException(405, headers={"allow": "POST"})

@@ -250,6 +250,17 @@ async def test_deleting_the_file_lifts_nothing(house: House) -> None:
     assert {"pair:duo", "tenant:b"} <= set(yaml.safe_load(file.read_text()))
 
 
+async def test_a_reload_that_is_not_recorded_says_so(house: House) -> None:
+    """The files are in force, for they may be what mends; the answer is an error that says what is missing."""
+    await house.door.app.parts.audit.close()
+    done = await house.admin("POST", "/admin/reload", KEYS["operator"])
+    assert (done.status, done.json["reloaded"], done.json["recorded"]) == (503, True, False)
+    assert done.error["code"] == "audit_unavailable"
+    await house.door.app.parts.audit.start()
+    done = await house.admin("POST", "/admin/reload", KEYS["operator"])
+    assert (done.status, done.json["recorded"]) == (200, True)
+
+
 async def test_a_stop_holds_though_it_cannot_be_kept(house: House) -> None:
     """Where neither file nor record can be written a stop holds all the same, and the answer says what is missing."""
     file = house.folder / "state" / "stops.yaml"

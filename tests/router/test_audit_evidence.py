@@ -154,6 +154,31 @@ async def test_the_pack(config: Path, tmp_path: Path) -> None:
     assert run("evidence", "--config", config, "--tenant", "a", "--by", "dora", out).exit_code == 1
 
 
+async def test_what_changed_while_no_router_ran_is_a_change(tmp_path: Path, up: Upstream) -> None:
+    """A router that starts records what is in force; what differs from what was told last stands among the changes,
+    for each tenant that it is about."""
+    config: dict[str, Any] = {
+        "model_list": [deployment("m", up)],
+        "tenants": [{"name": name, "key": f"sk-{name}-0123456789"} for name in "ab"],
+    }
+    for models in (None, None, ["m"]):
+        config["tenants"][0]["models"] = models
+        async with router(tmp_path, config) as door:
+            for name in "ab":
+                assert (await door.post(model="m", key=f"sk-{name}-0123456789")).status == 200
+    file = tmp_path / "router.yaml"
+    changes = {}
+    for name in "ab":
+        made = run("evidence", "--config", file, "--tenant", name, "--by", "dora", tmp_path / name)
+        assert made.exit_code == 0, made.output
+        changes[name] = json.loads((tmp_path / name / "changes.json").read_text())
+    assert [c["what"] for c in changes["a"]] == ["changed_while_off"]
+    old, new = changes["a"][0]["detail"]["policy"]
+    assert [len(digest) for digest in (old, new)] == [64, 64]
+    assert (tmp_path / "a" / "policies" / f"{new}.json").exists()
+    assert [list(c["detail"]) for c in changes["b"]] == [["config"]]
+
+
 async def test_a_pack_of_a_log_that_does_not_hold(config: Path, tmp_path: Path) -> None:
     """As a zip; a chain put together wrongly is shown as such, exit status 1; where a record cannot be read there is
     no pack, and the record is named."""
