@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import signal
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from router.lane_house import LaneHouse, record_or_log
 from router.limits import Limits
 from router.pages import Pages
 from router.passthrough import Passthrough
+from router.peers import Member, Peers, shared_socket
 from router.places import Allowance
 from router.settings import ConfigError, Settings
 from router.shadow import Shadow
@@ -75,6 +77,7 @@ class Parts:
     lane: LaneHouse
     shadow: Shadow
     traces: Traces | None
+    peers: Peers | None
 
 
 class App:
@@ -96,6 +99,7 @@ class App:
             admins=parts.admins,
             stops=parts.lane.stops,
             reload=self.reload,
+            peers=parts.peers,
         )
         self._rest = pages.app(self._lifespan)
 
@@ -210,6 +214,8 @@ class App:
             if parts.traces is not None:
                 stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
+            if parts.peers is not None:
+                await stack.enter_async_context(parts.peers.serving())
             stack.push_async_callback(self._close_litellm)
             # Files may have changed while no router ran: what is in force now stands in the record of the start.
             in_force = {"config": self.endpoint.dispatcher.settings.digest, "tenants": parts.tenants.digests}
@@ -290,6 +296,7 @@ def create_app(
     *,
     fleet: Fleet | None = None,
     redis_url: str | None = None,
+    member: Member | None = None,
 ) -> App:
     """Build the router; its parts open and close with the ASGI lifespan.
 
@@ -307,7 +314,7 @@ def create_app(
     watch_workers(metrics, fleet)
     audit = open_audit(settings.audit, metrics)
     lane = LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics)
-    fleet, pools = fleet or KnownFleet(), Pools()
+    fleet, pools, decisions = fleet or KnownFleet(), Pools(), Decisions()
     shadow = Shadow(fleet, pools, lane.demotion, audit, stopped=lane.stops.holds)
     shadow.watch(metrics)
     parts = Parts(
@@ -318,12 +325,13 @@ def create_app(
         audit=audit,
         pools=pools,
         estimates=Estimates(),
-        decisions=Decisions(),
+        decisions=decisions,
         conversations=Conversations(),
         admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
         lane=lane,
         shadow=shadow,
         traces=None if settings.otel is None else Traces(settings.otel),
+        peers=None if member is None else Peers(member, pools, metrics, decisions),
     )
     return App(settings, parts, path)
 
@@ -347,6 +355,14 @@ def _fleet(settings: Settings, path: Path, remote: str | None) -> Fleet:
     )
 
 
+def _among(settings: Settings, member: Member) -> Fleet:
+    """Workers as one process of several sees them; it ends with the parent that spawned them."""
+    from router.processes import end_with_parent, member_fleet
+
+    threading.Thread(target=end_with_parent, args=(member,), name="parent", daemon=True).start()
+    return member_fleet(settings, member)
+
+
 def _spare_memory() -> None:
     """What a request leaves behind is counted, not traced: look for cycles less often, yet before they add up.
 
@@ -357,8 +373,8 @@ def _spare_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
-def serve(settings: Settings, path: Path | str) -> None:
-    """Run the router until a signal ends it. Raises SystemExit(1) when it cannot start."""
+def serve(settings: Settings, path: Path | str, among: str | None = None) -> None:
+    """Run the router until a signal ends it; `among` others, as this `Member`. Raises SystemExit(1) where it cannot."""
     path = Path(path)
     written = settings.log.format
     configure_logging(settings.log.level, format="console" if written == "text" else written)
@@ -366,9 +382,14 @@ def serve(settings: Settings, path: Path | str) -> None:
         log.warning("unsupported", finding=str(finding))
     for problem in unbacked(settings, path):
         log.warning("no_backup", problem=problem)
-    remote = None if settings.redis.url == "embedded" else settings.redis.url
-    fleet = _fleet(settings, path, remote) if settings.workers or remote else KnownFleet()
-    app = create_app(settings, path, fleet=fleet, redis_url=remote)
+    member = None if among is None else Member.decode(among)
+    if member is not None:
+        remote: str | None = member.redis or settings.redis.url
+        fleet = _among(settings, member)
+    else:
+        remote = None if settings.redis.url == "embedded" else settings.redis.url
+        fleet = _fleet(settings, path, remote) if settings.workers or remote else KnownFleet()
+    app = create_app(settings, path, fleet=fleet, redis_url=remote, member=member)
     _spare_memory()
     server = uvicorn.Server(
         uvicorn.Config(
@@ -387,6 +408,6 @@ def serve(settings: Settings, path: Path | str) -> None:
             timeout_graceful_shutdown=10,
         )
     )
-    server.run()
+    server.run(None if member is None else [shared_socket(settings.server.host, settings.server.port)])
     if not server.started:
         raise SystemExit(1)

@@ -64,15 +64,23 @@ def main() -> None:
 @ConfigOption
 @click.option("--host", help="Listen here instead of server.host.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen here instead of server.port.")
-def serve(config: Path, host: str | None, port: int | None) -> None:
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Router processes.")
+@click.option("--member", hidden=True, help="Be one of several; told by the parent.")
+def serve(config: Path, host: str | None, port: int | None, workers: int, member: str | None) -> None:
     """Run the router, and the workers marked `spawn: true`."""
     settings = _listening(_load(config), host, port)
     os.environ.update(settings.environment_variables)
-    from router import app
     from router.settings import ConfigError
 
     try:
-        app.serve(settings, config)
+        if workers > 1:
+            from router import processes
+
+            processes.serve(settings, config, workers)
+            return
+        from router import app
+
+        app.serve(settings, config, member)
     except ConfigError as error:
         _fail(str(error))
 

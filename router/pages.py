@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -27,6 +28,7 @@ from router.http import bearer, read_all
 from router.kv_admin import KVAdmin
 from router.limits import Limits
 from router.model_info import model_info
+from router.peers import Peers
 from router.source import ConfigError
 from router.stops import Stops
 from router.telemetry import CONTENT_TYPE, Metrics
@@ -41,6 +43,8 @@ _PAGE_HEADERS = {
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "cache-control": "no-cache",
 }
+
+_DECISION = re.compile("dec_[0-9a-f]{24}")
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 Reload = Callable[[str], Awaitable[dict[str, Any]]]
@@ -59,6 +63,7 @@ class Pages:
         admins: Admins,
         stops: Stops,
         reload: Reload,
+        peers: Peers | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._fleet = fleet
@@ -67,6 +72,7 @@ class Pages:
         self._admins = admins
         self._stops = stops
         self._reload = reload
+        self._peers = peers
         self._started = int(time.time())
 
     def app(self, lifespan: Lifespan) -> Starlette:
@@ -154,7 +160,10 @@ class Pages:
 
     async def decision(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        found = self._endpoint.dispatcher.decisions.find(request.path_params["id"], tenant.name)
+        id = request.path_params["id"]
+        found = self._endpoint.dispatcher.decisions.find(id, tenant.name)
+        if found is None and self._peers is not None and _DECISION.fullmatch(id):
+            found = await self._peers.decision(id, tenant.name)
         if found is None:
             raise BadRequest("There is no such decision.", status=404, code="decision_not_found", param="id")
         return Response(found, media_type="application/json")
@@ -180,7 +189,8 @@ class Pages:
         return _json(told, 200 if settled else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+        told = self._metrics.render() if self._peers is None else await self._peers.metrics()
+        return Response(told, headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, request: Request) -> Response:
         return Response(_openapi(), media_type="application/json")

@@ -1,0 +1,157 @@
+"""Several router processes on one port behave as one: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import yaml
+
+from router.audit_verify import records, verify
+from router.peers import added
+from tests.router.gateway import KEY, Upstream, deployment, upstream
+from tests.running import ROOT, Router, free_port, until_ready
+
+FEW = "sk-few-0123456789"
+
+
+@pytest.fixture
+async def up() -> AsyncIterator[Upstream]:
+    async with upstream() as state:
+        yield state
+
+
+def started(folder: Path, base: str, *more: str) -> Router:
+    config = {
+        "model_list": [deployment("m", Upstream(base))],
+        "tenants": [{"name": "a", "key": KEY}, {"name": "few", "key": FEW, "rpm_limit": 5}],
+        "general_settings": {"master_key": "sk-master-0123456789"},
+        "redis": {"timeout": "1s"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    port, log = free_port(), folder / "router.log"
+    command = [sys.executable, "-m", "router.cli", "serve", "--config", "config.yaml", "--port", str(port), *more]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out, stderr=out
+        )
+    return Router(f"http://127.0.0.1:{port}", process, log)
+
+
+async def ask(
+    router: Router, method: str, path: str, key: str = KEY, **body: object
+) -> tuple[int, dict[str, str], bytes]:
+    """One request on a connection of its own, so that any process may answer."""
+    async with aiohttp.ClientSession() as session:
+        headers = {"authorization": f"Bearer {key}"}
+        async with session.request(method, router.base + path, headers=headers, json=body or None) as answer:
+            return answer.status, dict(answer.headers), await answer.read()
+
+
+async def chat(router: Router, key: str = KEY) -> tuple[int, dict[str, str], bytes]:
+    return await ask(
+        router, "POST", "/v1/chat/completions", key, model="m", messages=[{"role": "user", "content": "hi"}]
+    )
+
+
+async def figure(router: Router, name: str) -> float:
+    page = (await ask(router, "GET", "/metrics"))[2].decode()
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name))
+
+
+async def figures(router: Router, name: str, wanted: float, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while await figure(router, name) != wanted:
+        assert time.monotonic() < deadline, router.log.read_text()
+        await asyncio.sleep(0.1)
+
+
+async def test_two_processes_are_one(tmp_path: Path, up: Upstream) -> None:
+    """Limits, metrics, decisions and records are common; a process that dies is replaced; all end together."""
+    router = started(tmp_path, up.base, "--workers", "2")
+    parent = psutil.Process(router.process.pid)
+    try:
+        await asyncio.to_thread(until_ready, router, 60)
+        await figures(router, "twolane_processes", 2)
+        answers = await asyncio.gather(*(chat(router) for _ in range(30)))
+        assert [status for status, _, _ in answers] == [200] * 30
+        assert await figure(router, 'twolane_requests_total{tenant="a"') == 30
+        for _, headers, _ in answers[:10]:
+            id = headers["x-twolane-decision"]
+            status, _, body = await ask(router, "GET", f"/v1/decisions/{id}")
+            assert (status, json.loads(body)["id"]) == (200, id)
+            assert (await ask(router, "GET", f"/v1/decisions/{id}", FEW))[0] == 404, "another tenant's"
+        statuses = [status for status, _, _ in await asyncio.gather(*(chat(router, FEW) for _ in range(12)))]
+        assert statuses.count(200) == 5
+        assert statuses.count(429) == 7
+
+        members = [child for child in parent.children() if "--member" in child.cmdline()]
+        assert len(members) == 2
+        members[0].kill()
+        await figures(router, "twolane_processes", 2)
+        assert [(await chat(router))[0] for _ in range(8)] == [200] * 8
+        children = parent.children(recursive=True)
+    finally:
+        router.process.send_signal(signal.SIGTERM)
+        status = await asyncio.to_thread(router.process.wait, 30)
+    assert status == 0
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    audit = tmp_path / ".twolane" / "audit"
+    assert verify(audit, "a").faults == []
+    assert sum(r.body["kind"] == "outcome" for r in records(audit, "a")) == 38
+
+
+async def test_no_process_outlives_its_parent(tmp_path: Path, up: Upstream) -> None:
+    """A parent that is killed takes all that it started with it."""
+    router = started(tmp_path, up.base, "--workers", "2")
+    try:
+        await asyncio.to_thread(until_ready, router, 60)
+        children = psutil.Process(router.process.pid).children(recursive=True)
+    finally:
+        router.process.kill()
+        await asyncio.to_thread(router.process.wait, 30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 20)
+    assert not alive
+
+
+def test_pages_are_added() -> None:
+    """Counters and histograms are summed, common things and what workers tell are not, and families stay together."""
+    one = b"""# HELP a_total A.
+# TYPE a_total counter
+a_total{x="1"} 2
+# HELP h H.
+# TYPE h histogram
+h_bucket{le="+Inf"} 1
+h_sum 0.25
+h_count 1
+# HELP twolane_stops S.
+# TYPE twolane_stops gauge
+twolane_stops 1
+# HELP twolane_in_flight F.
+# TYPE twolane_in_flight gauge
+twolane_in_flight 1
+# HELP twolane_worker_kv_hits_total W.
+# TYPE twolane_worker_kv_hits_total counter
+twolane_worker_kv_hits_total{worker="w"} 7
+"""
+    other = one.replace(b'a_total{x="1"} 2', b'a_total{x="1"} 3\na_total{x="2"} 1').replace(
+        b"twolane_stops 1", b"twolane_stops 0"
+    )
+    lines = added([one, other]).decode().splitlines()
+    assert lines[:4] == ["# HELP a_total A.", "# TYPE a_total counter", 'a_total{x="1"} 5', 'a_total{x="2"} 1']
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    assert values['h_bucket{le="+Inf"}'] == 2
+    assert values["h_sum"] == 0.5
+    assert values["twolane_stops"] == 1
+    assert values["twolane_in_flight"] == 2
+    assert values['twolane_worker_kv_hits_total{worker="w"}'] == 7
