@@ -55,7 +55,7 @@ def _cases(terms: Terms, facts: Facts) -> tuple[str, ...]:
 
 def rule_names(policy: Policy) -> tuple[str, ...]:
     """Names of the rules whose verdicts a decision under this policy holds, in their order."""
-    return tuple(rule.name for rule in (*RULES, *policy.terms.own))
+    return policy.plan.names
 
 
 def _survivors(terms: Terms, facts: Facts, allowed: list[DeploymentFacts]) -> list[_Survivor]:

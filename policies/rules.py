@@ -280,6 +280,8 @@ class Plan(NamedTuple):
 
     ok: tuple[Verdict, ...]
     """The verdicts on a deployment that no rule has anything to say about."""
+    names: tuple[str, ...]
+    """Of all rules, in the order of their verdicts."""
     asked: tuple[tuple[int, Rule], ...]
 
 
@@ -287,7 +289,7 @@ def plan(terms: Terms, rules: tuple[Rule, ...] = RULES) -> Plan:
     """How to judge under a policy: by `rules`, then by its own."""
     every = (*rules, *terms.own)
     asked = [(place, rule) for place, rule in enumerate(every) if rule.unwritten is None or not rule.unwritten(terms)]
-    return Plan((OK,) * len(every), tuple(asked))
+    return Plan((OK,) * len(every), tuple([rule.name for rule in every]), tuple(asked))
 
 
 def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:

@@ -30,7 +30,7 @@ from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
 from router.call import Call, Usage
 from router.errors import Unrecorded
-from router.facts_record import pack_all
+from router.facts_record import pack_all, pack_decision
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
@@ -156,7 +156,7 @@ class Audit:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
             self._check_anchor()
-            body = partial(_with_facts, _asked(call, decision), _facts(call))
+            body = partial(_with_facts, _asked(call, decision), tuple(call.decided), _rules(call))
             entry = Entry("intent", body, call.id, {"request": _request(call)}, "full", call.subject)
             await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
@@ -176,7 +176,7 @@ class Audit:
         regulated = self.regulated(call.tenant)
         begun = call.id in self._begun
         self._begun.discard(call.id)
-        body = partial(_outcome, _asked(call, decision), _facts(call), outcome)
+        body = partial(_outcome, _asked(call, decision), tuple(call.decided), _rules(call), outcome)
         keep: Content = "full" if regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
@@ -342,7 +342,7 @@ def _request(call: Call) -> bytes:
 
 
 def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
-    """What was asked, under which policy, and what was decided with all verdicts, first and afterwards."""
+    """What was asked, under which policy, and what was decided first."""
     asked: dict[str, Any] = {
         "path": call.path,
         "model": call.model,
@@ -358,24 +358,29 @@ def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
         asked |= {"chosen": decision.chosen, "decision": decision}
     if call.guardrails:
         asked["guardrails"] = call.guardrails
-    later = [decided for _, decided in call.decided[1:]]
-    if later:
-        asked["later"] = later
     return asked
 
 
-def _facts(call: Call) -> list[Facts]:
-    return [facts for facts, _ in call.decided]
+def _rules(call: Call) -> tuple[str, ...]:
+    return call.tenant.policy.plan.names
 
 
-def _with_facts(asked: dict[str, Any], facts: list[Facts]) -> dict[str, Any]:
-    """With what each decision was made from. Packed by the thread that writes, off the request's way."""
-    return asked | {"facts": pack_all(facts)} if facts else asked
+Decided = tuple[tuple[Facts, Decision], ...]
 
 
-def _outcome(asked: dict[str, Any], facts: list[Facts], outcome: Outcome) -> dict[str, Any]:
+def _with_facts(asked: dict[str, Any], decided: Decided, rules: tuple[str, ...]) -> dict[str, Any]:
+    """With every decision, and what each was made from. Packed by the thread that writes, off the request's way."""
+    first: Decision | None = asked.get("decision")
+    if first is not None:
+        asked = asked | {"decision": pack_decision(first, rules)}
+    if decided[1:]:
+        asked = asked | {"later": [pack_decision(decision, rules) for _, decision in decided[1:]]}
+    return asked | {"facts": pack_all([facts for facts, _ in decided])} if decided else asked
+
+
+def _outcome(asked: dict[str, Any], decided: Decided, rules: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
     """Everything but the texts."""
-    return _with_facts(asked, facts) | {
+    return _with_facts(asked, decided, rules) | {
         "result": outcome.result,
         "status": outcome.status,
         "deployment": outcome.deployment,

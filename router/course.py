@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from policies.decide import rule_names
 from policies.facts import Decision, Estimate, Facts, Verdict
-from policies.policy import Policy
 from policies.rule import OK
 from policies.rules import REASONS
 from router.call import Call, Reply
@@ -126,7 +124,7 @@ class Course:
 
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
     """A decision as `/decide` and `/decisions/{id}` show it: verdicts and estimates by deployment, no content."""
-    return _view(call.id, call.model, call.tenant.digest, call.tenant.policy, [(facts, decision)])
+    return in_full(_view(call.id, call.model, call.tenant.digest, [(facts, decision)]), call.tenant.policy.plan.names)
 
 
 def course_view(course: Course, event: Event) -> Callable[[], View] | None:
@@ -135,20 +133,18 @@ def course_view(course: Course, event: Event) -> Callable[[], View] | None:
     if not call.decided:
         return None
     happened = {"happened": event, "tries": course.tries, "spare": course.spare}
-    return partial(_view, call.id, call.model, call.tenant.digest, call.tenant.policy, call.decided, happened)
+    return partial(_view, call.id, call.model, call.tenant.digest, call.decided, happened)
 
 
 def _view(
     id: str,
     model: str,
     digest: str,
-    policy: Policy,
     decided: Sequence[tuple[Facts | None, Decision]],
     more: View | None = None,
 ) -> View:
     """The first decision; those after it, of fallback groups and of a relay's halves, stand under `later`."""
-    rules = rule_names(policy)
-    first, *later = [_decided(facts, decision, rules) for facts, decision in decided]
+    first, *later = [_decided(facts, decision) for facts, decision in decided]
     return {
         "id": id,
         "object": "twolane.decision",
@@ -164,7 +160,7 @@ def _view(
     }
 
 
-def _decided(facts: Facts | None, decision: Decision, rules: tuple[str, ...]) -> View:
+def _decided(facts: Facts | None, decision: Decision) -> View:
     known = {d.id: d for d in facts.deployments} if facts else {}
     return {
         "deployment": decision.chosen,
@@ -190,7 +186,7 @@ def _decided(facts: Facts | None, decision: Decision, rules: tuple[str, ...]) ->
                 "deployment": judged.deployment,
                 "transport": judged.transport,
                 "allowed": judged.deployment in decision.ranked,
-                "verdicts": [_said(rule, v) for rule, v in zip(rules, judged.verdicts, strict=True)],
+                "verdicts": [(place, _told(v)) for place, v in enumerate(judged.verdicts) if v is not OK],
                 "estimate": known[judged.deployment].estimate if judged.deployment in known else None,
             }
             for judged in decision.judged
@@ -198,18 +194,24 @@ def _decided(facts: Facts | None, decision: Decision, rules: tuple[str, ...]) ->
     }
 
 
-def _said(rule: str, verdict: Verdict) -> View | msgspec.Raw:
+def in_full(view: View, rules: Sequence[str]) -> View:
+    """A view with the verdict of every rule by its name; kept are only those that say more than `ok`."""
+    for decided in (view, *view.get("later", ())):
+        for judged in decided.get("judged", ()):
+            said = dict(judged["verdicts"])
+            judged["verdicts"] = [_said(rule, said.get(place)) for place, rule in enumerate(rules)]
+    return view
+
+
+def _told(verdict: Verdict) -> View:
+    return {"allowed": verdict.allowed, "code": verdict.code, "detail": verdict.detail}
+
+
+def _said(rule: str, told: View | None) -> View:
     """A verdict under its rule's name; where it is more than `ok`, with the sentence for people."""
-    if verdict is OK:
-        return _fine(rule)
-    told = {"rule": rule, "allowed": verdict.allowed, "code": verdict.code, "detail": verdict.detail}
-    return told if verdict.code == "ok" else {**told, "means": REASONS[verdict.code]}
-
-
-@lru_cache(maxsize=256)
-def _fine(rule: str) -> msgspec.Raw:
-    """Most verdicts are the one OK: encoded once."""
-    return msgspec.Raw(msgspec.json.encode({"rule": rule, "allowed": True, "code": "ok", "detail": ""}))
+    if told is None:
+        return {"rule": rule, **_told(OK)}
+    return {"rule": rule, **told, **({} if told["code"] == "ok" else {"means": REASONS[told["code"]]})}
 
 
 class Decisions:
@@ -222,33 +224,35 @@ class Decisions:
         self._most = most
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._kept: dict[str, tuple[str, bytes]] = {}
-        self._young: list[tuple[str, str, View | Callable[[], View]]] = []
+        self._kept: dict[str, tuple[str, bytes, tuple[str, ...]]] = {}
+        self._young: list[tuple[str, str, View | Callable[[], View], tuple[str, ...]]] = []
 
-    def keep(self, id: str, tenant: str, view: View | Callable[[], View]) -> None:
-        """Remember one decision of one tenant. A view to be made later must hold on to nothing large."""
-        self._young.append((id, tenant, view))
+    def keep(self, id: str, tenant: str, view: View | Callable[[], View], rules: tuple[str, ...] = ()) -> None:
+        """Remember one decision, made by these rules. A view to be made later must hold on to nothing large."""
+        self._young.append((id, tenant, view, rules))
         if len(self._young) >= _YOUNG:
             self._encode()
 
     def _encode(self) -> None:
         young, self._young = self._young, []
-        for id, tenant, view in young:
+        for id, tenant, view, rules in young:
             body = msgspec.json.encode(view if isinstance(view, dict) else view())
-            self._kept[id] = (tenant, body)
+            self._kept[id] = (tenant, body, rules)
             self._bytes += len(body)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, gone = self._kept.pop(next(iter(self._kept)))
+            _, gone, _ = self._kept.pop(next(iter(self._kept)))
             self._bytes -= len(gone)
 
     def find(self, id: str, tenant: str) -> bytes | None:
         """The decision as JSON; None where there is none of that id that is this tenant's own."""
         self._encode()
         found = self._kept.get(id)
-        return found[1] if found is not None and found[0] == tenant else None
+        if found is None or found[0] != tenant:
+            return None
+        return msgspec.json.encode(in_full(msgspec.json.decode(found[1]), found[2]))
 
     def recent(self, most: int = 100) -> list[bytes]:
-        """The newest first, for the dashboard."""
+        """The newest first, with the verdicts that say something, for the dashboard."""
         self._encode()
         ids = list(self._kept)[-most:]
         return [self._kept[id][1] for id in reversed(ids)]

@@ -433,7 +433,8 @@ class Dispatcher:
             self.traces.finished(course, event, self.deployments.get(course.deployment or ""))
         view = course_view(course, event)
         if view is not None:
-            self.decisions.keep(course.call.id, course.call.tenant.name, view)
+            tenant = course.call.tenant
+            self.decisions.keep(course.call.id, tenant.name, view, tenant.policy.plan.names)
 
 
 def _parted(run: msgspec.Raw) -> tuple[msgspec.Raw, bytes | None]:

@@ -1,4 +1,4 @@
-"""Facts as a record holds them: what differs from the default, so that a decision can be made again years later.
+"""Facts and decisions as a record holds them: what says something, so that a decision can be made again years later.
 
 They hold no content: numbers, names from the configuration, and labels that policy reads.
 """
@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from policies.facts import Facts
+from policies.facts import Decision, Facts
+from policies.rule import OK
 
 VERSION = 1
 """Of the shape. A member more, with a default, is no new version; a change of meaning is."""
@@ -56,6 +57,29 @@ def _packed(value: Any) -> Any:
         if found is not default and found != default:
             packed[name] = found if type(found) in _AS_IT_IS else _packed(found)
     return packed
+
+
+def pack_decision(decision: Decision, rules: Sequence[str]) -> dict[str, Any]:
+    """A decision as JSON can hold it, with the verdicts that say something: rules that are not named said `ok`."""
+    return {
+        "model": decision.model,
+        "ranked": decision.ranked,
+        "reason": decision.reason,
+        "judged": [
+            {
+                "deployment": judged.deployment,
+                "transport": judged.transport,
+                "verdicts": [
+                    {"rule": rule, "allowed": v.allowed, "code": v.code, "detail": v.detail}
+                    for rule, v in zip(rules, judged.verdicts, strict=False)
+                    if v is not OK
+                ],
+            }
+            for judged in decision.judged
+        ],
+        "budget_missed": decision.budget_missed,
+        "use_cases": decision.use_cases,
+    }
 
 
 _DEFAULTS: dict[type[Any], tuple[tuple[str, object], ...]] = {}

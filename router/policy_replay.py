@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from policies.decide import decide
+from policies.decide import decide, rule_names
 from policies.facts import Facts
 from policies.policy import Policy
 from router import audit_verify, policy_files
 from router.audit_keys import AuditError
 from router.audit_lines import Record
-from router.facts_record import NotReplayable, unpack_all
+from router.facts_record import NotReplayable, pack_decision, unpack_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ def _again(record: Record, tenant: str, policies: Policies) -> Again:
 
 def _difference(was: dict[str, Any], policy: Policy, facts: Facts) -> str:
     """Empty where the decision is the recorded one to the last verdict."""
-    now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(decide(policy, facts)))
+    now: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(pack_decision(decide(policy, facts), rule_names(policy)))
+    )
     if was == now:
         return ""
     for key in ("ranked", "reason", "budget_missed"):

@@ -86,7 +86,7 @@ async def test_record_says_all(tmp_path: Path) -> None:
     intent, ended = [r.body for r in records(tmp_path, "bank")][1:3]
     assert intent["policy"] == "d" * 64
     assert intent["decision"]["judged"][1]["verdicts"] == [
-        {"allowed": False, "code": "regulated_text_only", "detail": ""}
+        {"rule": "model", "allowed": False, "code": "regulated_text_only", "detail": ""}
     ]
     assert (intent["id"], intent["chosen"], intent["hint"], intent["budget_ms"]) == ("dec_1", "solo", "text", 800.0)
     assert ended["run"] == {"fingerprint": "fp-run"}
