@@ -315,7 +315,14 @@ def create_app(
     audit = open_audit(settings.audit, metrics)
     lane = LaneHouse(settings, redis_url, audit=audit, tenants=tenants, metrics=metrics)
     fleet, pools, decisions = fleet or KnownFleet(), Pools(), Decisions()
-    shadow = Shadow(fleet, pools, lane.demotion, audit, stopped=lane.stops.holds)
+
+    def barred(pair: str, name: str) -> bool:
+        """As things stand now: what was sampled before a stop or a change of policy must not run after it."""
+        tenant = tenants.get(name)
+        allowed = tenant is not None and not tenant.policy.regulated and "cache" in tenant.policy.terms.lanes
+        return not allowed or lane.stops.holds(pair, name)
+
+    shadow = Shadow(fleet, pools, lane.demotion, audit, barred=barred)
     shadow.watch(metrics)
     parts = Parts(
         fleet=fleet,

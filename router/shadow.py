@@ -37,6 +37,7 @@ log = structlog.get_logger("twolane.router")
 BASELINE = 30
 """Comparisons of a pair that say what it may be held to where no report does."""
 NEVER_IDLE = "never_idle"
+BARRED = "barred"
 _MOST = 64
 _MOST_BYTES = 16 * 2**20
 _PATIENCE_S = 600.0
@@ -72,12 +73,13 @@ class _Seen:
 
 
 class _WhenIdle(Twin):
-    """Asks again what callers made the worker give up, until the sample's time is over."""
+    """Asks again what callers made the worker give up, until the sample's time is over or the pair must not run."""
 
-    def __init__(self, pools: Pools, url: str, sample: Sample, pause: float) -> None:
+    def __init__(self, pools: Pools, url: str, sample: Sample, pause: float, barred: Callable[[], bool]) -> None:
         super().__init__(pools, url, sample.pair, background=True)
         self._until = sample.until
         self._pause = pause
+        self._barred = barred
 
     async def ask(
         self,
@@ -89,6 +91,8 @@ class _WhenIdle(Twin):
         score: str | None = None,
     ) -> Said:
         while True:
+            if self._barred():
+                raise Unavailable("The pair must not be run for this tenant any more.", code=BARRED)
             try:
                 return await super().ask(fields, kind, chat=chat, other=other, score=score)
             except TransportError as error:
@@ -109,13 +113,13 @@ class Shadow:
         demotion: Demotion,
         audit: Audit,
         *,
-        stopped: Callable[[str, str], bool] = lambda pair, tenant: False,
+        barred: Callable[[str, str], bool] = lambda pair, tenant: False,
         draw: Callable[[], float] = random.random,
         pause: float = _PAUSE_S,
     ) -> None:
         self._fleet, self._pools, self._demotion, self._audit = fleet, pools, demotion, audit
-        self._stopped = stopped
-        """By pair and tenant: a stop button holds, and the pair is not run for a comparison either."""
+        self._barred = barred
+        """By pair and tenant: the pair must not be run for a comparison either, as where a stop button holds."""
         self._draw = draw
         self._pause = pause
         self._waiting: deque[Sample] = deque()
@@ -181,19 +185,20 @@ class Shadow:
     async def _look_at(self, sample: Sample) -> None:
         """Compare as soon as a worker that holds the pair is idle."""
         answer = texts_of(_read(sample.said))[0]
-        while time.monotonic() < sample.until:
-            if self._stopped(sample.pair, sample.call.tenant.name):
-                self._dropped["stopped"] += 1
-                return
+
+        def barred() -> bool:
+            return self._barred(sample.pair, sample.call.tenant.name)
+
+        while time.monotonic() < sample.until and not barred():
             holder = self._idle(sample.pair)
             if holder is not None and isinstance(holder.state, PairState):
-                twin = _WhenIdle(self._pools, holder.worker.url, sample, self._pause)
+                twin = _WhenIdle(self._pools, holder.worker.url, sample, self._pause, barred)
                 chat = sample.call.path == "/chat/completions"
                 found = await compare(twin, sample.call.fields, answer, holder.state.mode, chat=chat)
                 self._tell(sample, holder.state, found)
                 return
             await asyncio.sleep(self._pause)
-        self._dropped[NEVER_IDLE] += 1
+        self._dropped[BARRED if barred() else NEVER_IDLE] += 1
 
     def _idle(self, pair: str) -> Holder | None:
         found = [h for h in holders(self._fleet, "pair", pair) if h.state.ready]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from router import audit_verify
 from router.audit_lines import Record
+from router.call import Call
 from router.comparison import Comparison
-from router.shadow import BASELINE, _drift, _Seen
+from router.errors import Unavailable
+from router.shadow import BASELINE, Sample, _drift, _Seen, _WhenIdle
+from router.tenants import Tenant
 from router.transports.cache import KnownFleet
+from router.transports.openai_http import Pools
 from tests.router.gateway import KEY, Router, router
 from tests.router.test_replay import TEXTS, Lab, ask
 from tests.router.test_replay import lab as lab  # the fixture
@@ -127,18 +133,35 @@ async def test_a_worker_that_is_never_idle_costs_callers_nothing(lab: Lab, tmp_p
     assert dropped == {'{cause="queue_full"}': 5.0}  # one is in hand, waiting for an idle moment
 
 
-async def test_a_stopped_pair_is_not_run_for_a_comparison_either(lab: Lab, tmp_path: Path) -> None:
-    """What waited when the button was pressed is dropped and counted."""
+@pytest.mark.parametrize("change", ["stop", {"regulated": True}, {"transports": ["text"]}], ids=str)
+async def test_what_waits_is_dropped_where_the_pair_must_not_run(lab: Lab, tmp_path: Path, change: Any) -> None:
+    """A stop button that was pressed since, or a policy that leaves the tenant no cache lane any more."""
     async with shadowed(lab, tmp_path, busy=True) as (door, _):
         await ask(door, "same", temperature=0)
-        stop = {"target": "pair:twin", "reason": "a test"}
-        stopped = await door.session.post(
-            "/admin/stops", json=stop, headers={"authorization": "Bearer sk-master-0123456789"}
-        )
-        assert stopped.status == 200, await stopped.text()
+        path, body = "/admin/reload", {}
+        if change == "stop":
+            path, body = "/admin/stops", {"target": "pair:twin", "reason": "a test"}
+        else:
+            file = tmp_path / "router.yaml"
+            config = yaml.safe_load(file.read_text())
+            config["tenants"][0] |= {**change, "audit": {"content": "full"}}
+            file.write_text(yaml.safe_dump(config))
+        done = await door.session.post(path, json=body, headers={"authorization": "Bearer sk-master-0123456789"})
+        assert done.status == 200, await done.text()
         async with asyncio.timeout(10):
-            while await figures(door, "agreement_dropped_total") != {'{cause="stopped"}': 1.0}:
+            while await figures(door, "agreement_dropped_total") != {'{cause="barred"}': 1.0}:
                 await asyncio.sleep(0.1)
+
+
+async def test_a_comparison_that_has_begun_asks_nothing_more_after_a_stop() -> None:
+    """Each of its questions is asked only where the pair may still run: nobody is there to answer this one."""
+    pools = Pools()
+    call = Call("dec_1", Tenant("a"), "/chat/completions", "m", {}, False, False, 0.0)
+    twin = _WhenIdle(pools, "http://127.0.0.1:9", Sample(call, "twin", b"", 0, math.inf), 0.0, lambda: True)
+    with pytest.raises(Unavailable) as refusal:
+        await twin.ask({})
+    await pools.close()
+    assert refusal.value.code == "barred"
 
 
 async def test_a_share_of_none_compares_nothing(lab: Lab, tmp_path: Path) -> None:
