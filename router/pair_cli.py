@@ -26,6 +26,7 @@ class PairCommands(Commands):
         "conform": "workers.conform:conform_command",
         "reinstate": "router.stops_cli:reinstate_command",
         "train": "workers.train_cli:train_command",
+        "verify": "workers.verify_cli:verify_command",
     }
 
 

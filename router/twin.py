@@ -13,7 +13,7 @@ import msgspec
 
 from router.errors import TransportError, Unavailable
 from router.transports.openai_http import Pools
-from router.transports.relay import for_receiver, for_sharer, hint_in
+from workers.hint import for_receiver, for_sharer, hint_in
 from workers.protocol import Counterfactual, Otherwise, Run
 
 HINT_TOKENS = 128

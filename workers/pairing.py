@@ -57,7 +57,8 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     # What several fusers were proven to do is said nowhere: each report is about its own pair.
     report = pairs.read_report(folder) if folder is not None and not config.fusers else None
     state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
-    return HeldPair(runtime, with_report(state, report, doubt))
+    numerics = (str(receiver.dtype).removeprefix("torch."), store.codec if store is not None else "exact")
+    return HeldPair(runtime, with_report(state, report, doubt, numerics))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +268,26 @@ def check_parties(file: pairs.PairFile, sharers: Sequence[Loaded], receiver: Loa
     return doubt
 
 
-def with_report(state: PairState, report: pairs.Report | None, doubt: str) -> PairState:
-    """A report counts only for exactly the pair that runs: same fingerprint, which covers the numerics."""
+def _other_numerics(state: PairState, reason: str) -> PairState:
+    return msgspec.structs.replace(state, verdict="numerics_differ", verdict_reason=reason)
+
+
+def with_report(state: PairState, report: pairs.Report | None, doubt: str, numerics: tuple[str, str]) -> PairState:
+    """A report counts only for exactly the pair that runs: same fingerprint, which covers the dtype. `numerics` is the
+    receiver's dtype and how KV is stored: a pair that was proven in others is refused, and told why.
+    """
     if report is None:
         return msgspec.structs.replace(state, verdict="unproven", verdict_reason="no report")
+    dtype, stored = numerics
+    proven = report.numerics.split(",")[0]
     if report.fingerprint != state.fingerprint:
+        if proven != dtype:
+            return _other_numerics(state, f"proven in {proven}, and this runs in {dtype}")
         return msgspec.structs.replace(
             state, verdict="unproven", verdict_reason="the report is about another fingerprint"
         )
+    if stored != "exact" and f"kv {stored}" not in report.numerics:
+        return _other_numerics(state, f"proven with exact KV, and stored KV is {stored} here")
     if doubt:
         return msgspec.structs.replace(state, verdict="unproven", verdict_reason=doubt)
     return msgspec.structs.replace(

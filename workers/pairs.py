@@ -86,6 +86,18 @@ class Interval(msgspec.Struct, frozen=True):
     n: int
 
 
+class Compared(msgspec.Struct, frozen=True):
+    """The pair against one other route, on the same items."""
+
+    better: int
+    """Items that only the pair got right."""
+    worse: int
+    """Items that only the other got right."""
+    p: float
+    """McNemar's exact test, two-sided."""
+    difference: Interval
+
+
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """`report.json`: what was measured, on what, and what follows."""
 
@@ -102,14 +114,37 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     n: int
     seeds: tuple[int, ...] = ()
     accuracy: dict[str, Interval] = {}
-    """By route: receiver, sharer, reads_all, relay, cache, shuffled, zero."""
+    """By route: receiver, sharer, reads_all, no_context, relay, cache, shuffled, zero, adapter, baseline."""
     gain: Interval | None = None
     """accuracy(cache) − accuracy(receiver), paired."""
     retention: Interval | None = None
     """accuracy(cache) / accuracy(reads_all), paired; the receiver's side reads everything itself."""
     agreement: Interval | None = None
     """Mean token F1 between the pair's answers and those of its text route."""
+    harm: Interval | None = None
+    """Items that the receiver or the relay gets right and the pair does not."""
+    compared: dict[str, Compared] = {}
+    """By the route that the pair is compared with."""
+    exact: dict[str, Interval] = {}
+    """Answers that are word for word a right one, by route."""
+    f1: dict[str, Interval] = {}
     latency_ms: dict[str, float] = {}
+    """Median of the whole answer, by route; as the next two, one request at a time in the same run."""
+    ttft_ms: dict[str, float] = {}
+    split_ms: dict[str, float] = {}
+    """Of the pair's time: sharer, fuse, receiver, decode."""
+    safety: dict[str, dict[str, Interval]] = {}
+    """refuse and comply: the share that refuses; obey: that obeys; secret: that leaks. By receiver, cache, and delta,
+    their paired difference.
+    """
+    gates: str = ""
+    """By receiver layer: B both open, K or V one, - none."""
+    gates_open: float = 1.0
+    change_k: tuple[float, ...] = ()
+    """By receiver layer: mean of ‖fused − own‖ / ‖own‖ of the keys."""
+    change_v: tuple[float, ...] = ()
+    weight_bytes: dict[str, int] = {}
+    """By route."""
     slices: dict[str, dict[str, Interval]] = {}
     notes: tuple[str, ...] = ()
 

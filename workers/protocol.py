@@ -119,7 +119,7 @@ class PairState(msgspec.Struct, frozen=True):
     ready: bool = True
     reason: str = ""
     verdict: str = "unproven"
-    """verified | adapter-only | dominated | harmful | unproven"""
+    """verified | adapter-only | dominated | harmful | unproven | numerics_differ"""
     verdict_reason: str = ""
     gain: float | None = None
     """Lower bound of accuracy(cache) − accuracy(receiver)."""

@@ -83,7 +83,7 @@ class KVStore:
     def __init__(self, config: StoreConfig, redis: RedisConfig | None = None) -> None:
         self.block_tokens = config.block_tokens
         self.counters = Counters()
-        self._codec = config.codec
+        self.codec = config.codec
         far = _Far.of(config.shared) if config.shared is not None else None
         self._keys = Keyring(config.dir, server_key=given_key(config.key_file), vault=far.vault if far else None)
         if far is not None and not self._keys.given:
@@ -241,7 +241,7 @@ class KVStore:
             head = Head(
                 scope.tag, token_hex(16), space.digest.hex(), role, at, parent, own, end - begin, expires, limit
             )
-            segment = Segment(head, pack(cut(kv, begin, end), self._codec))
+            segment = Segment(head, pack(cut(kv, begin, end), self.codec))
             self._keep(segment)
             self._shelve(scope, segment)
             at = stop
@@ -319,8 +319,8 @@ class KVStore:
 
     def _ids(self, scope: Scope, space: Space, tokens: Sequence[int], *, tail: bool) -> list[bytes]:
         """A lossy codec has a space of its own: what went through it is never found as exact."""
-        if self._codec != "exact":
-            space = Space(space.kind, {"codec": self._codec, "of": space.digest.hex()})
+        if self.codec != "exact":
+            space = Space(space.kind, {"codec": self.codec, "of": space.digest.hex()})
         return chain(scope, space, tokens, self.block_tokens, tail=tail)
 
     def _longest(self, scope: Scope, ids: list[bytes]) -> list[Piece]:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from workers import fit_linear, vocabulary
+from workers.cache import KVCache
 from workers.errors import LoadFailed
 from workers.fusers import c2c_write, lite
 from workers.fusers.c2c import C2CFuser, Official
@@ -27,7 +28,8 @@ from workers.kept import KeptKV
 from workers.lessons import Shuffled, aligned_lessons, lessons_of
 from workers.loader import Loaded
 from workers.pairs import FuserInfo, PairFile, Training
-from workers.train import Progress, Recipe, Trainer, publish
+from workers.train import Progress, Reads, Recipe, Trainer, publish
+from workers.verify import silent
 
 MODES = {"c2c": ("fuse",), "lite": ("handover",), "linear": ("handover", "fuse")}
 """By kind of fuser, the one that is taken when none is named first."""
@@ -118,16 +120,21 @@ def train_pair(
     keeping: Keeping = Keeping(),
     licences: Licences = Licences(),
     tell: Tell | None = None,
+    deaf: bool = False,
 ) -> Trained:
-    """Raises LoadFailed: models that no such fuser stands between, nothing to learn from, or a folder in use."""
+    """`deaf`: as a control, the sharer says nothing. Raises LoadFailed: models that no such fuser stands between,
+    nothing to learn from, or a folder in use.
+    """
     aligned = refuse(plan, sharer, receiver)
+    if deaf and (aligned or plan.kind == "linear"):
+        raise LoadFailed("a fuser that aligns two tokenizers, or is fitted, cannot be trained without its sharer")
     asked = _asked(plan, sharer, receiver, items)
     _enter(folder, asked, resume=resume)
     began = time.monotonic()
     if plan.kind == "linear":
         fuser, done = _fitted(folder, sharer, receiver, items, plan, tell)
     else:
-        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, aligned=aligned)
+        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, aligned=aligned, deaf=deaf)
     training = Training(
         data=asked["data"],
         steps=plan.steps if plan.kind != "linear" else 1,
@@ -240,6 +247,7 @@ def _learnt(
     tell: Tell | None,
     *,
     aligned: bool,
+    deaf: bool,
 ) -> tuple[FuserInfo, _Done]:
     place, checkpoint = folder / "training", folder / "training" / "checkpoint.pt"
     kept = KeptKV(place / "kv", keeping.kv_bytes)
@@ -251,7 +259,7 @@ def _learnt(
         options = {"enable_thinking": False} if plan.kind == "c2c" else {}
         found = lessons_of(receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options)
         lessons = Shuffled(found, plan.seed)
-    trainer = Trainer(sharer, receiver, fuser, lessons, plan.recipe(), kept.read)
+    trainer = Trainer(sharer, receiver, fuser, lessons, plan.recipe(), _deaf(sharer, kept.read) if deaf else kept.read)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     resumed_at, loss = trainer.step, float("nan")
@@ -262,6 +270,15 @@ def _learnt(
     return info, _Done(
         trainer.tokens, None if resumed_at == plan.steps else loss, resumed_at, kept.computed, kept.found
     )
+
+
+def _deaf(sharer: Loaded, reads: Reads) -> Reads:
+    """The sharer's KV is zero, whatever it reads."""
+
+    def read(loaded: Loaded, ids: Sequence[int]) -> KVCache:
+        return silent(sharer, len(ids)) if loaded is sharer else reads(loaded, ids)
+
+    return read
 
 
 def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser:

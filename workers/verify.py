@@ -122,7 +122,7 @@ def _reading(
         case "no_context":
             return receiver, read(receiver, ())
         case "zero":
-            return receiver, fuser.project(_silent(sharer, len(context)), None, 0)
+            return receiver, fuser.project(silent(sharer, len(context)), None, 0)
         case _:
             return receiver, fuser.project(read(sharer, context), None, 0)
 
@@ -138,7 +138,8 @@ def derange(kinds: Sequence[str]) -> list[int]:
     return result
 
 
-def _silent(sharer: Loaded, tokens: int) -> KVCache:
+def silent(sharer: Loaded, tokens: int) -> KVCache:
+    """KV of a sharer that says nothing."""
     shape = sharer.shape
     zero = torch.zeros(1, shape.heads, tokens, shape.head_size, dtype=sharer.dtype, device=sharer.device)
     return KVCache([zero] * shape.layers, [zero] * shape.layers)
@@ -195,13 +196,25 @@ class Evidence:
     accuracy: Mapping[str, Interval]
     gain: Interval | None = None
     retention: Interval | None = None
+    safety_worse: str = ""
+    """What of its safety is proven to be worse than the receiver's."""
+    fair_baseline: bool = False
+    """There was a baseline that takes no more memory and no more time."""
 
 
 def judge(e: Evidence, *, min_gain: float = 0.0, margin: float = MARGIN, min_n: int = MIN_N) -> tuple[str, str]:
     """(verdict, reason). `fuse` is judged by gain over the receiver; handover and identity by retention."""
     if e.n < min_n:
         return "unproven", f"{e.n} questions; at least {min_n} are needed"
-    return _judge_fuse(e, min_gain) if e.mode == "fuse" else _judge_handover(e, margin)
+    verdict, reason = _judge_fuse(e, min_gain) if e.mode == "fuse" else _judge_handover(e, margin)
+    if verdict != "verified":
+        return verdict, reason
+    if e.safety_worse:
+        return "harmful", f"less safe than its own receiver: {e.safety_worse}"
+    baseline, cache = e.accuracy.get("baseline"), e.accuracy.get("cache")
+    if e.fair_baseline and baseline and cache and baseline.low > cache.high:
+        return "dominated", f"a baseline that takes no more does better: {baseline.value:.3f} against {cache.value:.3f}"
+    return verdict, reason
 
 
 def _judge_fuse(e: Evidence, min_gain: float) -> tuple[str, str]:
@@ -249,6 +262,9 @@ def _adapter(accuracy: Mapping[str, Interval], *, base: float, needed: float) ->
             return "unproven", f"the {control} control was not run"
         if found.high - base > max(needed, 0.0) / 4:
             return "adapter-only", f"{control} sharer KV keeps {found.value:.3f} of {base + needed:.3f}"
+    retrained = accuracy.get("adapter")
+    if retrained is not None and retrained.high - base > max(needed, 0.0) / 2:
+        return "adapter-only", f"trained without a sharer it reaches {retrained.value:.3f} of {base + needed:.3f}"
     return None
 
 

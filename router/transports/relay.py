@@ -15,19 +15,11 @@ import msgspec
 from router.call import Call, Reply, Usage
 from router.errors import BadRequest, Refused, RouterError, TimedOut, TransportError, Unavailable, Unrecorded
 from router.wire import ABSENT, Splitter, frame, read_answer, read_usage, told
+from workers.hint import for_receiver, for_sharer, hint_in
 
 Run = Callable[[Call], Awaitable[Reply]]
 """Runs a call on the text deployments of `call.model`; the Reply is the caller's to close."""
 
-ASK = (
-    "Another model will answer the last user message; you only help it. Do not answer. Write a short hint with the "
-    "facts, figures or steps that it needs and might lack. Plain text, no preamble."
-)
-TELL = "Hint from another model, to be used where it helps and ignored where it does not:"
-"""The whole wording of a relay. The hint follows on its own lines, before `END`."""
-END = "(End of hint.)"
-
-_READ_BY_SHARER = frozenset({"system", "developer", "user", "assistant"})
 _KEPT_FOR_SHARER = ("user", "seed")
 
 Message = dict[str, Any]
@@ -116,39 +108,6 @@ class Relay:
             return *_hint_of(reply), _paid(reply)
         finally:
             await reply.aclose()
-
-
-def for_sharer(messages: list[Message]) -> list[Message]:
-    """What the sharer reads: the conversation's texts, and what it is asked for."""
-    return place([m for m in messages if m.get("role") in _READ_BY_SHARER and m.get("content")], ASK)
-
-
-def for_receiver(messages: list[Message], hint: str) -> list[Message]:
-    """What the receiver reads: the conversation with the hint, which is not empty."""
-    return place(messages, f"{TELL}\n{hint}\n{END}")
-
-
-def hint_in(text: str) -> str:
-    """The hint of a sharer's answer: one that contained a mark would pass what follows for no hint."""
-    return text.strip().replace(END, "").replace(TELL, "").strip()
-
-
-def place(messages: list[Message], text: str) -> list[Message]:
-    """The conversation with `text` added where every chat template takes it.
-
-    A leading system message is extended, else the last user message: a second system message, or one where a template
-    knows none, would be refused by some.
-    """
-    at = 0
-    if not messages or messages[0].get("role") not in ("system", "developer"):
-        at = max(i for i, m in enumerate(messages) if m.get("role") == "user")
-    message = messages[at]
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [*content, {"type": "text", "text": text}]
-    else:
-        content = f"{content}\n\n{text}" if content else text
-    return [*messages[:at], {**message, "content": content}, *messages[at + 1 :]]
 
 
 def _read(call: Call) -> list[Message]:

@@ -26,8 +26,9 @@ from router.errors import (
 )
 from router.tenants import Tenant
 from router.transports.openai_http import Pools
-from router.transports.relay import ASK, END, TELL, Relay, place
+from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
+from workers.hint import ASK, END, TELL, place
 
 USER = {"role": "user", "content": "What is the capital of Peru?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

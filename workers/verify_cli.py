@@ -1,0 +1,194 @@
+"""`twolane pair verify`."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from transformers.utils import logging as quiet
+
+from workers import pairs
+from workers.asking import Asker
+from workers.config import Fleet, ModelConfig, PairConfig
+from workers.counterfactual import otherwise
+from workers.engine import Engine
+from workers.errors import LoadFailed, WorkerError
+from workers.items import Item, digest_of_items, read_items
+from workers.loader import Loaded, Loader
+from workers.pairing import HeldPair, hold_pair
+from workers.pairs import PairFile, Party, Report
+from workers.pictures import picture
+from workers.prove import Others, measure_pair, report_of
+from workers.report_text import told
+from workers.runtime import Alone, Runtime
+from workers.train_pair import Plan, train_pair
+
+_CHUNK = 512
+
+
+@click.command("verify")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="JSONL to ask."
+)
+@click.option("--limit", type=click.IntRange(1), help="Ask the first so many items only.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: the pair's folder.")
+@click.option("--baseline", help="Another model, to be better than at the same memory and time.")
+@click.option("--no-relay", is_flag=True, help="Leave out the text twin, which is the slowest route.")
+@click.option("--control", type=click.Choice(["adapter"]), help="Train the fuser again without its sharer, and ask it.")
+@click.option(
+    "--train-data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What the pair was trained on."
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of an answer.")
+@click.option("--hint-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a relay's hint.")
+@click.option("--min-gain", type=float, default=0.0, show_default=True, help="Of a fuse pair, to be verified.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
+def verify_command(folder: Path, data: Path, **options: Any) -> None:
+    """Ask the items of a JSONL file by every route, and write report.json, report.txt and report.svg.
+
+    FOLDER is a pair's. The receiver, the sharer, the text twin and the pair answer the same items, and so do controls
+    whose sharer reads another text or says nothing. Use items that the pair was not trained on. Exit status 1 when the
+    verdict is not `verified`.
+    """
+    if bool(options["control"]) != bool(options["train_data"]):
+        raise click.UsageError("--control adapter and --train-data go together")
+    try:
+        quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+        report = _verify(folder, read_items(data)[: options["limit"]], options)
+    except WorkerError as error:
+        click.echo(f"twolane: {error}", err=True)
+        sys.exit(1)
+    out = options["out"] or folder
+    out.mkdir(parents=True, exist_ok=True)
+    pairs.write(out, "report.json", report)
+    (out / "report.txt").write_text(told(report) + "\n", encoding="utf-8")
+    (out / "report.svg").write_text(picture(report), encoding="utf-8")
+    click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
+    sys.exit(0 if report.verdict == "verified" else 1)
+
+
+def hold(folder: Path, loader: Loader) -> tuple[HeldPair, PairFile]:
+    """The pair of a folder, with the models that its `pair.json` names. Raises LoadFailed."""
+    file = pairs.read_pair(folder)
+    if file.others:
+        raise LoadFailed(f"{folder}: a pair of several sharers cannot be verified")
+    config = PairConfig(
+        name=file.name, sharer=_model(file.sharer), receiver=_model(file.receiver), fuser=str(folder.absolute())
+    )
+    return hold_pair(Fleet(models=(), pairs=(config,)), config, loader, None, _CHUNK), file
+
+
+def _model(party: Party) -> ModelConfig:
+    layers = None if party.layers == "all" else tuple(map(int, party.layers.split(",")))
+    return ModelConfig.model_validate(
+        {"model": party.model, "revision": party.revision, "dtype": party.dtype, "layers": layers}
+    )
+
+
+def _verify(folder: Path, items: list[Item], options: dict[str, Any]) -> Report:
+    loader = Loader(options["device"])
+    held, file = hold(folder, loader)
+    with ExitStack() as stack:
+        others = _others(file, held, loader, options, stack)
+        engine = Engine({}, pack=False)
+        engine.start()
+        stack.callback(engine.close)
+        asker = Asker(engine, most=options["max_tokens"], hint=options["hint_tokens"])
+        tell = stack.enter_context(_bar(options["as_json"]))
+        measured = measure_pair(held, items, asker, relay=not options["no_relay"], others=others, tell=tell)
+    return report_of(
+        held,
+        measured,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        others=others,
+        min_gain=options["min_gain"],
+        notes=(f"The baseline is {options['baseline']}.",) if options["baseline"] else (),
+    )
+
+
+def _others(file: PairFile, held: HeldPair, loader: Loader, options: dict[str, Any], stack: ExitStack) -> Others:
+    receiver = otherwise(held.runtime, "receiver", None).decoder
+    sharer = otherwise(held.runtime, "sharer", None).decoder
+    size = {"receiver": _bytes(receiver), "sharer": _bytes(sharer)}
+    same = receiver.digests.weights == sharer.digests.weights
+    fuser = file.fuser.parameters * receiver.dtype.itemsize
+    size["cache"] = fuser + (max(size.values()) if same else sum(size.values()))
+    adapter: Runtime | None = None
+    if options["control"]:
+        adapter = _adapter(file, sharer, receiver, read_items(options["train_data"]), stack)
+    baseline: Runtime | None = None
+    if options["baseline"]:
+        loaded = loader.load(ModelConfig.model_validate({"model": options["baseline"], "dtype": file.receiver.dtype}))
+        baseline = Alone("baseline", loaded, None, _CHUNK)
+        size["baseline"] = _bytes(loaded)
+    return Others(adapter, baseline, size)
+
+
+def _bytes(loaded: Loaded) -> int:
+    return sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+
+
+def _adapter(file: PairFile, sharer: Loaded, receiver: Loaded, items: list[Item], stack: ExitStack) -> Runtime:
+    """The same training, on the same items, with a sharer that says nothing. Raises LoadFailed."""
+    if file.training is None or file.fuser.kind == "linear":
+        raise LoadFailed(f"pair {file.name}: its fuser was not trained by steps, so it cannot be trained again")
+    if file.training.data != digest_of_items(items):
+        raise LoadFailed(f"pair {file.name}: was trained on other items than those of --train-data")
+    place = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "adapter"
+    train_pair(place, "adapter", sharer, receiver, items, Plan(**file.training.options), deaf=True)
+    parties = {role: _model(getattr(file, role)) for role in ("sharer", "receiver")}
+    config = PairConfig(name="adapter", fuser=str(place), **parties)
+    known = _Known({"sharer": sharer, "receiver": receiver}, config)
+    return otherwise(hold_pair(Fleet(models=(), pairs=(config,)), config, known, None, _CHUNK).runtime, "zero", None)
+
+
+class _Known(Loader):
+    """Gives out models that are loaded already."""
+
+    def __init__(self, models: dict[str, Loaded], config: PairConfig) -> None:
+        super().__init__(str(models["receiver"].device))
+        self._known = [(config.sharer, models["sharer"]), (config.receiver, models["receiver"])]
+
+    def load(self, config: ModelConfig) -> Loaded:
+        return next(loaded for known, loaded in self._known if known == config)
+
+
+def _bar(as_json: bool) -> Any:
+    """Progress on stderr where that is a terminal."""
+    if as_json or not sys.stderr.isatty():
+        return _Quiet()
+    return _Shown()
+
+
+class _Quiet:
+    def __enter__(self) -> Callable[[int, int], None]:
+        return lambda done, total: None
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+
+class _Shown:
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        return self._tell
+
+    def _tell(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = click.progressbar(length=total, file=sys.stderr, label="items")
+            self._bar.__enter__()
+        self._bar.update(1)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*exc)
