@@ -4,6 +4,7 @@ Each turn of the loop gives every running answer its next token, then reads one 
 ones as fit into a chunk. So prompts delay running answers by one chunk at most, and an answer that ends frees its place
 at once. Between tenants the device's time is shared by weight (`shares`): who has used less begins first and reads
 first, and meanwhile the answers of those who have used more pause; what runs for them is given up at the next layer.
+While an answer of theirs runs, prompts of those who have used more take half of the time at most.
 The engine knows runtimes and token ids; it knows no HTTP and no message format.
 
 An unexpected error ends the thread and with it the process: whoever supervises the worker starts it anew, which is
@@ -39,6 +40,10 @@ from workers.sampling import Chosen, Sampler, Sampling
 from workers.shares import Line, Shares
 
 log = structlog.get_logger("worker.engine")
+
+_PATIENCE = 2
+"""Times in a row that one forward is given up for others: then it runs to its end, or many accounts that each ask for
+little would leave none of a busy one's work done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Request:
     emit: Callable[[Event], None]
     keep: Keep | None = None
     deadline: float | None = None
-    """On the `time.monotonic` clock."""
+    """On the engine's clock: `time.monotonic`, unless it was given another."""
     runtime: Runtime | None = None
     """What answers in place of what `model` names."""
     tell_tokens: bool = False
@@ -126,6 +131,8 @@ class Job:
     steps: Steps[Prefilled] | None = None
     asks: int = 0
     """Tokens that its next step computes."""
+    given_up: int = 0
+    """Times in a row that this step was given up."""
     prefilled: Prefilled | None = None
     open: int = 0
     """Choices still running."""
@@ -168,6 +175,8 @@ class Batch:
         self.rows.gives_way = response is None
         self.beside = None if response is None else response.rows()
         self.choices: list[Choice] = []
+        self.given_up = 0
+        """Times in a row that the step to come was given up."""
 
     def join(self, choice: Choice, prefilled: Prefilled, position: int) -> None:
         """The next token stands at `position`."""
@@ -214,14 +223,18 @@ class Engine:
         threads: int | None = None,
         pack: bool = True,
         numerics: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`numerics` says what decides low bits here, for the record."""
+        """`numerics` says what decides low bits here, for the record. `clock` counts seconds: another one than the
+        machine's is for whoever drives the engine by `turn`.
+        """
         self.runtimes = runtimes
         self.numerics = numerics
         self.max_running, self.max_queued = max_running, max_queued
         self._places = max_running + spare_places(max_running)
         self.rates = Meter()
-        self.beat = time.monotonic()
+        self._clock = clock
+        self.beat = clock()
         """When the loop last turned: an engine at work whose beat is old hangs."""
         self.failed: BaseException | None = None
         self._threads = threads
@@ -231,6 +244,8 @@ class Engine:
         self._waiting: Line[Job] = Line(self._shares)
         self._reading: Line[Job] = Line(self._shares)
         self._gave_way = False
+        self._read_s = self._wrote_s = 0.0
+        """Seconds that the last step of reading took, and that answers have had since."""
         self._batches: dict[int, Batch] = {}
         self._open: set[Job] = set()
         self._lock = threading.Lock()
@@ -261,7 +276,7 @@ class Engine:
     def stalled(self) -> float:
         """Seconds since the loop last turned, 0 when there is nothing to do."""
         with self._lock:
-            return time.monotonic() - self.beat if self._open else 0.0
+            return self._clock() - self.beat if self._open else 0.0
 
     def submit(self, request: Request) -> Job:
         """Raises PairNotLoaded, Overloaded, BadPrompt, PromptTooLong; later failures arrive as `Failed`."""
@@ -277,7 +292,7 @@ class Engine:
             request,
             runtime,
             max_tokens=require_room(request.prompt, runtime.context, request.sampling.max_tokens),
-            submitted=time.monotonic(),
+            submitted=self._clock(),
         )
         with self._lock:
             if self._closing or self.failed is not None:
@@ -307,7 +322,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 while not self._closing:
-                    self._turn()
+                    self.turn()
         except BaseException as error:
             self.failed = error
             # The plain traceback: a formatter that shows local variables would show prompts.
@@ -320,15 +335,19 @@ class Engine:
                 if not job.cancelled:
                     job.request.emit(Failed(WorkerError("the worker went down while it answered")))
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """One turn of the loop: for whoever drives the engine in place of its thread, under inference mode. Waits for a
+        job when there is none.
+        """
         self._receive()
-        self.beat = time.monotonic()
+        self.beat = self._clock()
+        self._gave_way = False
         self._drop_ended()
         self._begin()
         self._shed()
         if not self._answers_pause():
             for batch in self._batches.values():
-                if batch.choices:
+                if batch.choices and not self._gave_way:
                     self._decode(batch)
             self._begin()
         self._read()
@@ -351,7 +370,7 @@ class Engine:
 
     def _drop_ended(self) -> None:
         """Free what belongs to jobs that were cancelled or whose time ran out."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             known = list(self._open)
         waited_for = any(not job.request.background for job in known)
@@ -389,7 +408,7 @@ class Engine:
         """Let waiting jobs begin to read while there are places for all their choices."""
         while (job := self._next_to_begin()) is not None:
             self._waiting.remove(job)
-            job.began = time.monotonic()
+            job.began = self._clock()
             prefill = job.request.steps or job.runtime.prefill
             job.steps = prefill(job.request.prompt, job.request.keep)
             self._reading.add(job)
@@ -437,13 +456,22 @@ class Engine:
         self._gave_way = job is not None and bool(others) and self._shares.before(job.account, others)
         return self._gave_way
 
+    def _reading_pauses(self, job: Job) -> bool:
+        """An answer runs whose account goes before the job's, and has not yet had as much time as the last reading
+        took: whoever goes later reads for half of the time at most. It is never both, this and `_answers_pause`.
+        """
+        if job.polls or self._wrote_s >= self._read_s:
+            return False
+        running = {choice.job.account for batch in self._batches.values() for choice in batch.choices}
+        return any(self._shares.before(account, [job.account]) for account in running)
+
     def _read(self) -> None:
         """Prompts, in turn, as long as they fit into one chunk: so long do running answers wait."""
         left: int | None = None
         self._gave_way = False
         while self._reading and not self._gave_way:
             job = next(self._reading.heads())
-            if left is not None and job.asks > left:
+            if (left is not None and job.asks > left) or self._reading_pauses(job):
                 return
             left = (job.runtime.chunk if left is None else left) - job.asks
             if not self._read_on(job):
@@ -453,21 +481,27 @@ class Engine:
         """One step of one prompt. False when others must have their turn before the next."""
         if job.steps is None:
             raise AssertionError("a job that is read has steps")
-        began = time.perf_counter()
+        began = self._clock()
         try:
-            with interruptible(lambda: self._overtaken({job.account})):
+            with interruptible(lambda: job.given_up < _PATIENCE and self._overtaken({job.account})):
                 asks = next(job.steps)
         except StopIteration as end:
-            self._charge(job, time.perf_counter() - began)
+            self._has_read(job, self._clock() - began)
             self._reading.remove(job)
             self._answer(job, end.value)
             return True
         except WorkerError as error:
             self._fail(job, error)
             return True
-        self._charge(job, time.perf_counter() - began)
+        self._has_read(job, self._clock() - began)
+        job.given_up = job.given_up + 1 if self._gave_way else 0
         job.asks, job.polls = asks or 0, asks is None
         return asks is not None
+
+    def _has_read(self, job: Job, seconds: float) -> None:
+        self._charge(job, seconds)
+        if not job.polls:
+            self._read_s, self._wrote_s = seconds, 0.0
 
     def _charge(self, job: Job, seconds: float) -> None:
         job.device_s += seconds
@@ -475,7 +509,7 @@ class Engine:
 
     def _answer(self, job: Job, prefilled: Prefilled) -> None:
         """The prompt is read: choose first tokens, and let the choices join the batch."""
-        job.first = time.monotonic()
+        job.first = self._clock()
         job.prefilled = prefilled
         self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
         asked, prompt = job.request.sampling, job.request.prompt
@@ -500,15 +534,18 @@ class Engine:
         return self._batches[key]
 
     def _decode(self, batch: Batch) -> None:
-        began = time.perf_counter()
+        began = self._clock()
         running = {c.job.account for c in batch.choices}
         try:
-            with interruptible(lambda: self._overtaken(running)):
+            with interruptible(lambda: batch.given_up < _PATIENCE and self._overtaken(running)):
                 logits = batch.step()
         except Interrupted:
+            batch.given_up += 1
             return
+        batch.given_up = 0
         likeliest = logits.argmax(dim=-1).tolist()
-        took = time.perf_counter() - began
+        took = self._clock() - began
+        self._wrote_s += took
         for name in {c.job.runtime.name for c in batch.choices}:
             self.rates.wrote(name, took)
         beside, share = len(batch.choices) - 1, took / len(batch.choices)
@@ -561,7 +598,7 @@ class Engine:
             job.request.emit(Done(len(job.request.prompt), job.completion_tokens, self._account(job)))
 
     def _account(self, job: Job) -> Run:
-        now = time.monotonic()
+        now = self._clock()
         if job.prefilled is None:
             raise AssertionError("a job that ends has been read")
         spent, asked, keep = job.prefilled.spent, job.request.sampling, job.request.keep

@@ -193,13 +193,13 @@ def test_cancel_takes_one_turn(tiny: Loaded) -> None:
     answered, read, waiting = (Asked(engine, some_ids(n, n), max_tokens=900) for n in (8, 200, 9))
     with torch.inference_mode():
         for _ in range(3):
-            engine._turn()
+            engine.turn()
         assert engine.load() == (2, 1)
         assert answered.events.qsize() > 1
         assert read.events.empty()
         for one in (answered, read, waiting):
             one.job.cancel()
-            engine._turn()
+            engine.turn()
             assert one.job not in engine._open
         assert engine.load() == (0, 0)
     assert not any(batch.choices for batch in engine._batches.values())
@@ -329,7 +329,7 @@ def test_short_prompts_are_read_together_and_long_ones_in_turns(tiny: Loaded) ->
     started = []
     with torch.inference_mode():
         for _ in range(3):
-            engine._turn()
+            engine.turn()
             started.append([not one.events.empty() for one in (*short, long, last)])
     assert started == [[True] * 4 + [False] * 2, [True] * 4 + [False] * 2, [True] * 5 + [False]]
 
