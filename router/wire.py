@@ -153,6 +153,11 @@ class Splitter:
     def __init__(self) -> None:
         self._rest = b""
 
+    @property
+    def empty(self) -> bool:
+        """No event is under way."""
+        return not self._rest
+
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """Events that `data` completes, as (head, data): `event` and `id` lines as sent, and the data unprefixed.
 
