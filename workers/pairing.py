@@ -16,6 +16,7 @@ from workers.fusers.base import Fuser
 from workers.fusers.identity import IdentityFuser
 from workers.fusers.several import JointFuser
 from workers.loader import Loaded, Loader
+from workers.pairs import shape_recipe
 from workers.protocol import PairState
 from workers.response import Responding
 from workers.runtime import Alone, Paired, Runtime
@@ -23,6 +24,8 @@ from workers.store import KVStore
 
 if TYPE_CHECKING:
     from workers.fusers.c2c import Fusion, Official
+    from workers.fusers.linear import LinearFuser
+    from workers.fusers.lite import LiteFuser
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     else:
         fuser = load_fuser(kind, folder, receiver, mode)
         _require_mode(config.name, fuser, mode)
-        runtime = pair.joined(fuser)
+        # Their digest is over the weights alone: which layers those map, and how far, is said by the shape.
+        runtime = pair.joined(fuser, recipe=shape_recipe(fuser.shape))
     # What several fusers were proven to do is said nowhere: each report is about its own pair.
     report = pairs.read_report(folder) if folder is not None and not config.fusers else None
     state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
@@ -132,7 +136,7 @@ def _fuser_from_hub(name: str) -> Path:
     return root / prefix if prefix else root
 
 
-def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> Fuser:
+def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> LiteFuser | LinearFuser:
     """Our own networks. Raises LoadFailed."""
     if folder is None:
         raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -174,6 +174,19 @@ def fingerprint(
     parts |= {"mode": mode, "scope": scope} | ({"recipe": recipe} if recipe else {})
     parts |= {"others": list(others)} if others else {}
     return hashlib.sha256(canonical(parts)).hexdigest()[:16]
+
+
+class Shape(Protocol):
+    """What `pair.json` carries as `fuser.shape`."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+def shape_recipe(shape: Shape) -> dict[str, Any]:
+    """The `recipe` of a fuser whose digest is over its weights alone: the same weights mean something else in another
+    shape.
+    """
+    return {"shape": shape.as_json()}
 
 
 def read_pair(folder: Path) -> PairFile:

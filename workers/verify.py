@@ -19,9 +19,11 @@ import torch
 
 from workers.cache import KVCache
 from workers.fusers.base import Fuser
+from workers.fusers.linear import LinearFuser
+from workers.fusers.lite import LiteFuser
 from workers.greedy import answers, read
 from workers.loader import Loaded
-from workers.pairs import FORMAT, Interval, Report, canonical, fingerprint
+from workers.pairs import FORMAT, Interval, Report, canonical, fingerprint, shape_recipe
 
 ROUTES = ("receiver", "reads_all", "no_context", "cache", "shuffled", "zero")
 MIN_N = 100
@@ -273,7 +275,7 @@ def make_report(
     cases: Sequence[Case],
     sharer: Loaded,
     receiver: Loaded,
-    fuser: Fuser,
+    fuser: LiteFuser | LinearFuser,
     *,
     scope: str,
     date: str,
@@ -290,7 +292,13 @@ def make_report(
     return Report(
         format=FORMAT,
         fingerprint=fingerprint(
-            sharer.identity, receiver.identity, kind=fuser.kind, digest=fuser.digest, mode="handover", scope=scope
+            sharer.identity,
+            receiver.identity,
+            kind=fuser.kind,
+            digest=fuser.digest,
+            mode="handover",
+            scope=scope,
+            recipe=shape_recipe(fuser.shape),
         ),
         mode="handover",
         verdict=verdict,

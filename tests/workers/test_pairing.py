@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
+from tests.workers.test_runtime import finish, keep_of, some_ids
 from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
 from workers.engine import Engine
+from workers.fusers.linear import LinearFuser, LinearShape
 from workers.fusers.lite import LiteShape, fresh
 from workers.holdings import Holdings
-from workers.loader import Loader
+from workers.loader import Loaded, Loader
+from workers.pairing import hold_pair
 from workers.pairs import FuserInfo
+from workers.prompt import Prompt
 from workers.protocol import PairState
+from workers.store import KVStore
 from workers.train import publish
 
 LAYERS = (0, 2)
@@ -111,3 +118,52 @@ def test_an_untouched_pair_is_ready_and_one_with_another_template_unproven(folde
     after = held(folder)
     assert after.ready
     assert after.verdict == "unproven"
+
+
+def reshape_lite(shape: dict[str, Any]) -> None:
+    shape["copied"] = [0, 1]
+
+
+def reshape_blend(shape: dict[str, Any]) -> None:
+    shape["blend"] = 1.0
+
+
+def reshape_least(shape: dict[str, Any]) -> None:
+    shape["least"] = 0.8  # closes one of its two layers
+
+
+def linear_pair(folder: Path, sharer: Loaded, receiver: Loaded) -> None:
+    """Maps of random numbers, in mode fuse over the context."""
+    layers, cosines = ((0, 1), (1, 2)), (0.9, 0.7)
+    shape = LinearShape(sharer.shape, receiver.shape, layers, cosines, least=0.5, blend=0.5)
+    draw = torch.Generator().manual_seed(3)
+    fuser = LinearFuser(shape, {n: torch.randn(size, generator=draw) * 0.2 for n, size in shape.sizes.items()})
+    info = FuserInfo("linear", fuser.save(folder).digest, shape.as_json(), fuser.parameters)
+    publish(folder, "p", sharer, receiver, info, mode="fuse", scope="context", made="2026-01-01")
+
+
+@pytest.mark.parametrize("reshape", [reshape_lite, reshape_blend, reshape_least])
+def test_the_same_weights_in_another_shape_are_another_pair(
+    folder: Path, store: KVStore, reshape: Callable[[dict[str, Any]], None]
+) -> None:
+    """Its fingerprint differs, and with a store full of what the old shape fused it answers as one without a store."""
+    loader = Loader("cpu")
+    whole, part = ModelConfig(model=str(folder / "model")), ModelConfig(model=str(folder / "model"), layers=LAYERS)
+    if reshape is not reshape_lite:
+        shutil.rmtree(folder / "pair")
+        linear_pair(folder / "pair", loader.load(whole), loader.load(part))
+    config = PairConfig(name="p", sharer=whole, receiver=part, fuser=str(folder / "pair"))
+    prompt, keep = Prompt(some_ids(60), 48), keep_of(store)
+    before = hold_pair(Fleet(), config, loader, store, 32).runtime
+    finish(before, prompt, keep)
+    assert store.settle()
+    assert finish(before, prompt, keep).spent.reused == 48
+    file = folder / "pair" / "pair.json"
+    said = json.loads(file.read_text())
+    reshape(said["fuser"]["shape"])
+    file.write_text(json.dumps(said))
+    after = hold_pair(Fleet(), config, loader, store, 32).runtime
+    cold = hold_pair(Fleet(), config, loader, None, 32).runtime
+    assert after.fingerprint != before.fingerprint
+    assert torch.equal(finish(after, prompt, keep).logits, finish(cold, prompt).logits)
+    assert not torch.equal(finish(before, prompt).logits, finish(cold, prompt).logits)

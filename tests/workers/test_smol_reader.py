@@ -9,7 +9,7 @@ import pytest
 from scripts.train_smol_reader import RECEIVER, SHARER, accuracy, case
 from workers.fusers.lite import LiteFuser
 from workers.loader import Loader
-from workers.pairs import fingerprint, read_pair, read_report
+from workers.pairs import fingerprint, read_pair, read_report, shape_recipe
 from workers.verify import Case
 
 PAIR = Path(__file__).parents[2] / "pairs" / "smol-reader"
@@ -29,5 +29,11 @@ def test_it_reads_for_another() -> None:
     assert report is not None
     pair = read_pair(PAIR)
     assert report.fingerprint == fingerprint(
-        sharer.identity, receiver.identity, kind="lite", digest=pair.fuser.digest, mode=pair.mode, scope=pair.scope
+        sharer.identity,
+        receiver.identity,
+        kind="lite",
+        digest=pair.fuser.digest,
+        mode=pair.mode,
+        scope=pair.scope,
+        recipe=shape_recipe(fuser.shape),
     )
