@@ -12,6 +12,7 @@ import copy
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from workers.config import ModelConfig
@@ -115,12 +116,9 @@ class Loader:
         return _named(full, config)
 
     def _read(self, folder: Path, config: ModelConfig) -> Loaded:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
-        try:
-            hf = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise LoadFailed(f"{config.model}: no readable config.json ({error})") from error
+        hf = read_config(folder, config.model)
         refuse_unsupported(hf, config.model)
         need = weight_bytes(folder, config.dtype)
         if self.memory is not None and self.used + need > self.memory:
@@ -129,10 +127,15 @@ class Loader:
                 f"{self.used / 2**30:.2f} of {self.memory / 2**30:.2f} GiB are taken"
             )
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[config.dtype], attn_implementation="sdpa")
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[config.dtype], attn_implementation="sdpa", output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise LoadFailed(f"{config.model}: cannot be loaded ({error})") from error
+        if missing := sorted(told["missing_keys"]):
+            # transformers would fill them with random numbers, others each time.
+            raise LoadFailed(f"{config.model}: {len(missing)} tensors are not in its files, {missing[0]} among them")
+        tokenizer = read_tokenizer(folder, config.model)
         model.train(mode=False).requires_grad_(False).to(self.device)
         self.used += need
         text = hf.get_text_config()
@@ -165,6 +168,27 @@ def _named(loaded: Loaded, config: ModelConfig) -> Loaded:
     from dataclasses import replace
 
     return replace(loaded, name=config.name or loaded.name)
+
+
+def read_config(folder: Path, source: str, **where: Any) -> Any:
+    """transformers' config of a model. Raises LoadFailed."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, **where)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise LoadFailed(f"{source}: no readable config.json ({error})") from error
+
+
+def read_tokenizer(folder: Path, source: str, **where: Any) -> Any:
+    """transformers' tokenizer of a model. Raises LoadFailed."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **where)
+    except Exception as error:  # the tokenizers package raises nothing more exact for a file that it cannot read
+        raise LoadFailed(f"{source}: no readable tokenizer ({error})") from error
 
 
 def kv_shape(text_config: Any) -> KVShape:
@@ -218,19 +242,22 @@ def refuse_unsupported(config: Any, source: str) -> None:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of the weights once loaded as `dtype`, from the safetensors headers alone."""
-    size = DTYPES[dtype].itemsize
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                count = 1
-                for n in tensors.get_slice(name).get_shape():
-                    count *= n
-                total += count * size
+    """Bytes of the weights once loaded as `dtype`, from the safetensors headers alone. Raises LoadFailed."""
+    total = sum(math.prod(shape) for _, shape in tensor_shapes(folder)) * DTYPES[dtype].itemsize
     if not total:
         raise LoadFailed(f"{folder}: holds no safetensors weights")
     return total
+
+
+def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Of every tensor, from the headers alone. Raises LoadFailed where a file is torn."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, tensors.get_slice(name).get_shape()
+        except (OSError, SafetensorError) as error:
+            raise LoadFailed(f"{file}: cannot be read as safetensors ({error})") from error
 
 
 def digests(folder: Path, tokenizer: Any) -> Digests:
@@ -410,7 +437,7 @@ def _convert(file: Path, target: Path) -> None:
         mend_tokenizer(tokenizer, file)
         tokenizer.save_pretrained(aside)
         aside.rename(target)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError, IndexError, RuntimeError) as error:
         raise LoadFailed(f"{file.name}: cannot be converted ({error})") from error
     finally:
         if aside.exists():

@@ -7,20 +7,20 @@ activations, a few MB per chunk, and what the store keeps, which has a bound of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from workers import pairs
 from workers.config import ModelConfig, WorkerConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import KVShape
 from workers.fusers.projector import C2CProjector, ProjectorShape
-from workers.loader import DTYPES, kv_shape, locate, refuse_unsupported, weight_bytes
+from workers.loader import DTYPES, kv_shape, locate, read_config, refuse_unsupported, tensor_shapes, weight_bytes
 
 Parts = dict[tuple[str, ...], int]
 """Bytes by what needs them: a part that two pairs share has one name, and counts once."""
@@ -106,13 +106,8 @@ class Sized:
 
 def size_of(config: ModelConfig) -> Sized:
     """Raises LoadFailed. Fetches or converts a model that is not here yet."""
-    from transformers import AutoConfig
-
     folder = locate(config)
-    try:
-        hf = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"{config.model}: no readable config.json ({error})") from error
+    hf = read_config(folder, config.model)
     refuse_unsupported(hf, config.model)
     text = hf.get_text_config()
     shape = kv_shape(text)
@@ -136,13 +131,12 @@ def kv_bytes(shape: KVShape, dtype: str) -> int:
 
 def widening_bytes(folder: Path, dtype: str) -> int:
     """Of the matrices with at least as many rows as columns; a tied embedding is also the last layer."""
-    found: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                shape = tensors.get_slice(name).get_shape()
-                if len(shape) == 2 and shape[0] >= shape[1]:
-                    found[name] = shape[0] * shape[1] * DTYPES[dtype].itemsize
+    size = DTYPES[dtype].itemsize
+    found = {
+        name: math.prod(shape) * size
+        for name, shape in tensor_shapes(folder)
+        if len(shape) == 2 and shape[0] >= shape[1]
+    }
     tied = not any(name.endswith("lm_head.weight") for name in found)
     return sum(size for name, size in found.items() if tied or "embed" not in name)
 

@@ -17,7 +17,16 @@ import torch
 from workers.config import ModelConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import KVShape
-from workers.loader import describe, digest_of, kv_shape, mend_tokenizer, refuse_unsupported, tokenizer_digest
+from workers.loader import (
+    describe,
+    digest_of,
+    kv_shape,
+    mend_tokenizer,
+    read_config,
+    read_tokenizer,
+    refuse_unsupported,
+    tokenizer_digest,
+)
 
 _NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
@@ -80,19 +89,10 @@ def outline(config: ModelConfig) -> Outline:
 
 
 def _read(source: str, place: Path) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer
-
     file = place if place.is_file() else None
     where: dict[str, Any] = {"gguf_file": file.name} if file else {}
     folder = file.parent if file else place
-    try:
-        config = AutoConfig.from_pretrained(folder, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise LoadFailed(f"{source}: no readable config.json ({error})") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise LoadFailed(f"{source}: no readable tokenizer ({error})") from error
+    config, tokenizer = read_config(folder, source, **where), read_tokenizer(folder, source, **where)
     if file:
         mend_tokenizer(tokenizer, file)
     return config, tokenizer

@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from workers.config import ModelConfig, WorkerConfig
 from workers.errors import LoadFailed
@@ -122,6 +124,65 @@ def test_a_source_that_is_not_there_is_named(source: str, says: str) -> None:
     """The error names the source and what was expected."""
     with pytest.raises(LoadFailed) as refusal:
         Loader("cpu").load(ModelConfig(model=source))
+    assert says in str(refusal.value)
+
+
+def torn(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def not_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+def one_tensor_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def other_widths(folder: Path) -> None:
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "hidden_size": 2 * said["hidden_size"]}))
+
+
+def more_layers(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 9}))
+
+
+def no_number(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "hidden_size": "wide"}))
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Odd"}, "added_tokens": []}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (torn, "cannot be read as safetensors"),
+        (not_weights, "cannot be read as safetensors"),
+        (one_tensor_short, "1 tensors are not in its files, model.layers.1.self_attn.q_proj.weight among them"),
+        (other_widths, "cannot be loaded"),
+        (more_layers, "tensors are not in its files"),
+        (no_number, "no readable config.json"),
+        (no_tokenizer, "no readable tokenizer"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused_by_name(
+    spoil: Callable[[Path], None], says: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Never a worker that ends over one model, nor random numbers in the place of missing weights."""
+    folder = copy_of(tiny_folder, tmp_path / "spoilt")
+    spoil(folder)
+    with pytest.raises(LoadFailed) as refusal:
+        Loader("cpu").load(ModelConfig(model=str(folder)))
     assert says in str(refusal.value)
 
 
