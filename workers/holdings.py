@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -14,20 +15,23 @@ import torch
 
 from workers import memory
 from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
-from workers.engine import Done, Engine, Event, Failed, Request
-from workers.errors import PairNotLoaded, WorkerError
+from workers.engine import Done, Engine, Event, Failed, Request, Text
+from workers.errors import LoadFailed, Overloaded, PairNotLoaded, WorkerError
 from workers.fusers.c2c import includes_response
 from workers.loader import Loader
 from workers.memory import Budget
 from workers.pairing import fuser_folder, fuser_kind, hold_pair, pair_mode
+from workers.prompt import Prompt
 from workers.protocol import KVCount, ModelState, PairState, WorkerState
 from workers.runtime import Alone, Runtime
-from workers.sampling import Sampling
+from workers.sampling import Chosen, Sampling
 from workers.store import KVStore
 
 log = structlog.get_logger("worker")
 
 _REHEARSAL_TOKENS = 64
+_AGAIN_S = 0.2
+"""Between two tries of a rehearsal while callers fill the queue."""
 
 
 class Holdings:
@@ -195,25 +199,19 @@ class Holdings:
         return runtime
 
     def _rehearse(self, engine: Engine, name: str, runtime: Runtime) -> None:
-        """Two short answers: the first warms caches, the second gives the rates that first estimates rest on.
+        """Two short answers: the first warms caches and shows whether it computes numbers, the second gives the rates
+        that first estimates rest on.
 
         Raises what they fail with: what cannot answer now will not answer later.
         """
         prompt = runtime.rehearsal(min(_REHEARSAL_TOKENS, runtime.context // 2))
-        sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
-        ended: queue.SimpleQueue[Done | Failed] = queue.SimpleQueue()
-
-        def watch(event: Event) -> None:
-            if isinstance(event, Done | Failed):
-                ended.put(event)
-
         self.runtimes[name] = runtime
         try:
-            for _ in range(2):
+            for logprobs in (0, None):
                 engine.rates.forget(name)
-                engine.submit(Request(name, prompt, sampling, watch))
-                if isinstance(end := ended.get(), Failed):
-                    raise end.error
+                sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=logprobs)
+                if any(math.isnan(c.logprob) for c in _answer(engine, name, prompt, sampling) if c.logprob is not None):
+                    raise LoadFailed(f"{name}: what it computes are no numbers; its weights are spoilt, or overflow")
         except WorkerError:
             del self.runtimes[name]
             raise
@@ -221,3 +219,28 @@ class Holdings:
         if measured is not None:
             for space in runtime.spaces:
                 self.store.rates(prefill_tokens_per_s=measured.prefill_tokens_per_s, space=space)
+
+
+def _answer(engine: Engine, name: str, prompt: Prompt, sampling: Sampling) -> list[Chosen]:
+    """The tokens that were reported. Asks again while callers fill the queue; raises what it fails with otherwise."""
+    while True:
+        events = queue.SimpleQueue[Event]()
+        try:
+            engine.submit(Request(name, prompt, sampling, events.put))
+            return _tokens(events)
+        except Overloaded:
+            if not engine.alive:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _tokens(events: queue.SimpleQueue[Event]) -> list[Chosen]:
+    tokens = list[Chosen]()
+    while True:
+        match events.get():
+            case Text(tokens=new):
+                tokens += new
+            case Failed(error=error):
+                raise error
+            case Done():
+                return tokens

@@ -126,8 +126,9 @@ class Loader:
                 f"{config.model}: its weights need {need / 2**30:.2f} GiB as {config.dtype}; "
                 f"{self.used / 2**30:.2f} of {self.memory / 2**30:.2f} GiB are taken"
             )
+        auto: Any = AutoModelForCausalLM
         try:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = auto.from_pretrained(
                 folder, dtype=DTYPES[config.dtype], attn_implementation="sdpa", output_loading_info=True
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
