@@ -227,14 +227,17 @@ class _Stream(StreamingResponse):
 
 def _number(text: str, header: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise BadPrompt(f"header {header} must be a number, and was {text!r}") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadPrompt(f"header {header} must be a number, and was {text!r}")
+    return number
 
 
 def _weight(text: str) -> float:
     weight = _number(text, protocol.WEIGHT)
-    if not 0 < weight < math.inf:
+    if weight <= 0:
         raise BadPrompt(f"header {protocol.WEIGHT} must be above 0, and was {text!r}")
     return weight
 
@@ -265,6 +268,9 @@ async def _next(http: HttpRequest, job: Job, events: asyncio.Queue[Event]) -> Ev
             return get.result()
         job.cancel()
         return None
+    except asyncio.CancelledError:  # the worker ends: nobody takes what is still to come
+        job.cancel()
+        raise
     finally:
         get.cancel()
         gone.cancel()
@@ -443,6 +449,8 @@ async def serve(worker: Worker, registry: Registry | None, *, every: float = 1.0
         heart.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await heart
+        # While the loop still takes what it emits.
+        await asyncio.to_thread(worker.engine.close)
         if registry is not None:
             await registry.withdraw(worker.state())
             await registry.close()

@@ -197,6 +197,19 @@ async def test_the_deadline_header_is_kept(worker: tuple[httpx.AsyncClient, Work
     assert answer.json()["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.mark.parametrize("header", [protocol.KV_MAX_BYTES, protocol.KV_TTL, protocol.DEADLINE_MS, protocol.WEIGHT])
+@pytest.mark.parametrize("value", ["nan", "inf", "much"])
+async def test_a_header_that_is_no_number_is_refused(
+    worker: tuple[httpx.AsyncClient, Worker], header: str, value: str
+) -> None:
+    """Infinity and nan are none either."""
+    client, running = worker
+    answer = await client.post("/v1/chat/completions", json=body(), headers={protocol.TENANT: "t", header: value})
+    assert answer.status_code == 400
+    assert header in answer.json()["error"]["message"]
+    assert running.engine.load() == (0, 0)
+
+
 async def test_log_probabilities_have_openais_shape(worker: tuple[httpx.AsyncClient, Worker]) -> None:
     """One entry per token, each with bytes and the likeliest others."""
     client, _ = worker
