@@ -112,8 +112,6 @@ class Scored:
             raise PromptTooLong(f"prompt and answer together exceed {self.inner.context} tokens")
         read = yield from self.inner.prefill(prompt, None)
         if read.beside is not None:
-            raise BadPrompt(f"{self.inner.name} fuses its answer as well: a given one cannot be scored")
-        if read.beside is not None:
             raise BadPrompt(f"{self.inner.name} fuses its answer as it grows: a given one cannot be scored")
         model = self.inner.decoder
         into = Sequence(model.shape, len(read.kv) + len(self.answer), model.dtype, model.device)

@@ -135,6 +135,7 @@ class AlignedPair:
         logits = torch.empty(0)
         while into.seen < stop:
             start, end = into.seen, min(stop, into.seen + self.chunk)
+            yield end - start
             began = time.perf_counter()
             out = model.model(
                 input_ids=torch.tensor([track.ids[start:end]], device=model.device),
@@ -147,7 +148,6 @@ class AlignedPair:
             into.advance(end - start)
             logits = out.logits[0, -1]
             spent.compute_s += time.perf_counter() - began
-            yield None
         return logits
 
     def _fuse(

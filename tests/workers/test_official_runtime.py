@@ -153,6 +153,17 @@ def test_chats_in_one_batch_are_answered_as_by_the_plain_functions(loader: Loade
     running.close()
 
 
+def test_an_aligned_prompt_says_what_it_computes_next(pair: AlignedPair) -> None:
+    """As of any prompt: fair shares go by it. All that both models read is announced, a chunk at most at a time."""
+    prompt = pair.chat(CHATS[2])
+    assert prompt.aligned is not None
+    with torch.inference_mode():
+        announced = [tokens for tokens in pair.prefill(prompt, None) if tokens is not None]
+    messages = [i for i, part in enumerate(prompt.aligned.parts) if part.kind == "message"]
+    assert sum(announced) == len(prompt) + sharer_track(prompt.aligned).ends[messages[-1]]
+    assert max(announced) <= pair.chunk
+
+
 def test_positions_run_over_padding(pair: AlignedPair) -> None:
     """A prompt's room is counted in positions, its tokens without padding."""
     prompt = pair.chat(MESSAGES)
