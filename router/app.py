@@ -147,6 +147,7 @@ class App:
             allowed_fails=routing.allowed_fails,
             cooldown_time=routing.cooldown_time,
             by_kind=routing.allowed_fails_policy,
+            announce=None if parts.peers is None else parts.peers.cooled,
         )
         gatherer = Gatherer(
             settings,
@@ -215,7 +216,7 @@ class App:
                 stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
             if parts.peers is not None:
-                await stack.enter_async_context(parts.peers.serving())
+                await stack.enter_async_context(parts.peers.serving(self._rest_here, self._reload_or_keep))
             stack.push_async_callback(self._close_litellm)
             # Files may have changed while no router ran: what is in force now stands in the record of the start.
             in_force = {"config": self.endpoint.dispatcher.settings.digest, "tenants": parts.tenants.digests}
@@ -254,6 +255,9 @@ class App:
             await self.reload(who)
         except ConfigError as error:
             log.error("reload_refused", who=who, error=str(error))
+
+    def _rest_here(self, deployment: str, seconds: float) -> None:
+        self.endpoint.dispatcher.health.rest(deployment, seconds)
 
     async def _look(self) -> None:
         """Take up the files when they change, a bad one leaves what runs in force; and see pairs that were swapped."""

@@ -26,15 +26,18 @@ class Health:
         cooldown_time: float,
         by_kind: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        announce: Callable[[str, float], None] | None = None,
     ) -> None:
         """`cooldown_time` in seconds, 0 never rests anyone. The only deployment of its group never rests.
 
-        `by_kind` are LiteLLM's kinds of error that have a number of their own, counted apart from the rest.
+        `by_kind` are LiteLLM's kinds of error that have a number of their own, counted apart from the rest. `announce`
+        is called when a rest begins, with its seconds.
         """
         self._allowed = max(1, allowed_fails)
         self._rest = cooldown_time
         self._clock = clock
         self._by_kind = by_kind or {}
+        self._announce = announce
         self._fails: dict[str, dict[str, int]] = {}
         """Failures in a row by kind; kinds without a number of their own are counted as one."""
         self._until: dict[str, float] = {}
@@ -63,12 +66,19 @@ class Health:
         if deployment in self._alone:
             return False
         if error.status == 429 and (told := wait_told(error)) is not None:
-            self._until[deployment] = self._clock() + min(told, _LONGEST_REST)
-            return True
-        if counted[kind] < max(1, allowed):
+            seconds = min(told, _LONGEST_REST)
+        elif counted[kind] < max(1, allowed):
             return False
-        self._until[deployment] = self._clock() + self._rest
+        else:
+            seconds = self._rest
+        self.rest(deployment, seconds)
+        if self._announce is not None:
+            self._announce(deployment, seconds)
         return True
+
+    def rest(self, deployment: str, seconds: float) -> None:
+        """It rests from now on, whoever saw it fail."""
+        self._until[deployment] = self._clock() + seconds
 
 
 def blames(error: TransportError) -> bool:

@@ -222,6 +222,8 @@ class Pages:
             done = await self._reload(who(request))
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config", status=422) from error
+        if self._peers is not None:
+            await self._peers.reload(who(request))
         if not done["recorded"]:
             failed = Unrecorded("The files are in force, but the audit record of the reload could not be written.")
             return _json({**done, **msgspec.json.decode(failed.body())}, failed.status)

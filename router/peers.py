@@ -1,6 +1,7 @@
 """Router processes behind one port: what each can ask of the others, over Unix sockets in a folder of this user's own.
 
-Metrics are summed and decisions are found whichever process is asked. A process that does not answer is left out.
+Metrics are summed, decisions are found whichever process is asked, a deployment that rests in one rests in all. A
+process that does not answer is left out.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,11 +73,25 @@ class Peers:
         self._pools = pools
         self._metrics = metrics
         self._decisions = decisions
+        self._telling: set[asyncio.Task[list[bytes]]] = set()
         metrics.watch("processes", "Router processes that told their figures.", lambda: [({}, 1)])
 
+    def cooled(self, deployment: str, seconds: float) -> None:
+        """A deployment began to rest here: the others let it rest too. Returns at once."""
+        told = self._ask("POST", "/cooled", {"deployment": deployment, "seconds": str(seconds)})
+        task = asyncio.get_running_loop().create_task(told)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def reload(self, who: str) -> None:
+        """Let the others put the files as they are now in force."""
+        await self._ask("POST", "/reload", {"who": who})
+
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Answer the others meanwhile."""
+    async def serving(
+        self, rest: Callable[[str, float], None], reload: Callable[[str], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Answer the others meanwhile; `rest` and `reload` do what they tell."""
         from aiohttp import web  # a router that is alone never needs it
 
         async def metrics(request: web.Request) -> web.Response:
@@ -86,7 +101,17 @@ class Peers:
             found = self._decisions.find(request.match_info["id"], request.query.get("tenant", ""))
             return web.Response(body=found or b"", status=404 if found is None else 200)
 
+        async def cooled(request: web.Request) -> web.Response:
+            rest(request.query["deployment"], float(request.query["seconds"]))
+            return web.Response()
+
+        async def again(request: web.Request) -> web.Response:
+            await reload(request.query["who"])
+            return web.Response()
+
         app = web.Application()
+        app.router.add_post("/cooled", cooled)
+        app.router.add_post("/reload", again)
         app.router.add_get("/metrics", metrics)
         app.router.add_get("/decisions/{id}", decision)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -102,24 +127,25 @@ class Peers:
 
     async def metrics(self) -> bytes:
         """Of all processes together."""
-        others = await self._ask("/metrics", {})
+        others = await self._ask("GET", "/metrics", {})
         return added([self._metrics.render(), *others])
 
     async def decision(self, id: str, tenant: str) -> bytes | None:
         """One that another process made."""
-        return next(iter(await self._ask(f"/decisions/{id}", {"tenant": tenant})), None)
+        return next(iter(await self._ask("GET", f"/decisions/{id}", {"tenant": tenant})), None)
 
-    async def _ask(self, path: str, query: dict[str, str]) -> list[bytes]:
+    async def _ask(self, method: str, path: str, query: dict[str, str]) -> list[bytes]:
         others = (i for i in range(self._member.count) if i != self._member.index)
-        told = await asyncio.gather(*(self._one(i, path, query) for i in others))
+        told = await asyncio.gather(*(self._one(i, method, path, query) for i in others))
         return [body for body in told if body is not None]
 
-    async def _one(self, index: int, path: str, query: dict[str, str]) -> bytes | None:
+    async def _one(self, index: int, method: str, path: str, query: dict[str, str]) -> bytes | None:
         from aiohttp import ClientError
 
+        url = f"http://peer{path}"
         session, _ = self._pools.session(f"unix:{self._member.socket(index)}")
         try:
-            async with asyncio.timeout(_PATIENCE_S), session.get(f"http://peer{path}", params=query) as answer:
+            async with asyncio.timeout(_PATIENCE_S), session.request(method, url, params=query) as answer:
                 return await answer.read() if answer.status == 200 else None
         except (ClientError, OSError, TimeoutError) as error:
             log.warning("peer_away", process=index, error=type(error).__name__)

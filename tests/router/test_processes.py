@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from aiohttp import web
 
 from router.audit_verify import records, verify
 from router.peers import added
-from tests.router.gateway import KEY, Upstream, deployment, upstream
+from tests.router.gateway import KEY, Seen, Upstream, deployment, failure, upstream
 from tests.running import ROOT, Router, free_port, until_ready
 
+MASTER = "sk-master-0123456789"
 FEW = "sk-few-0123456789"
 
 
@@ -32,10 +35,12 @@ async def up() -> AsyncIterator[Upstream]:
 
 
 def started(folder: Path, base: str, *more: str) -> Router:
+    rested = [{**deployment(f"c{i}", Upstream(base), order=i), "model_name": "c"} for i in (1, 2)]
     config = {
-        "model_list": [deployment("m", Upstream(base))],
+        "model_list": [deployment("m", Upstream(base)), *rested],
+        "router_settings": {"allowed_fails": 1, "cooldown_time": 60},
         "tenants": [{"name": "a", "key": KEY}, {"name": "few", "key": FEW, "rpm_limit": 5}],
-        "general_settings": {"master_key": "sk-master-0123456789"},
+        "general_settings": {"master_key": MASTER},
         "redis": {"timeout": "1s"},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -62,6 +67,10 @@ async def chat(router: Router, key: str = KEY) -> tuple[int, dict[str, str], byt
     return await ask(
         router, "POST", "/v1/chat/completions", key, model="m", messages=[{"role": "user", "content": "hi"}]
     )
+
+
+async def broken(seen: Seen) -> web.StreamResponse:
+    return failure(500)
 
 
 async def figure(router: Router, name: str) -> float:
@@ -95,6 +104,18 @@ async def test_two_processes_are_one(tmp_path: Path, up: Upstream) -> None:
         assert statuses.count(200) == 5
         assert statuses.count(429) == 7
 
+        up.answers["c1"] = broken
+        statuses = [(await ask(router, "POST", "/v1/embeddings", model="c", input="hi"))[0]]
+        await asyncio.sleep(0.2)
+        statuses += [(await ask(router, "POST", "/v1/embeddings", model="c", input="hi"))[0] for _ in range(12)]
+        assert statuses == [200] * 13
+        assert up.count("c1") == 1, "what one process saw fail rests in both"
+
+        tenants = (tmp_path / "config.yaml").read_text().replace("rpm_limit: 5", "rpm_limit: 0")
+        (tmp_path / "config.yaml").write_text(tenants)
+        assert (await ask(router, "POST", "/admin/reload", MASTER))[0] == 200
+        assert [(await chat(router, FEW))[0] for _ in range(8)] == [429] * 8
+
         members = [child for child in parent.children() if "--member" in child.cmdline()]
         assert len(members) == 2
         members[0].kill()
@@ -108,7 +129,7 @@ async def test_two_processes_are_one(tmp_path: Path, up: Upstream) -> None:
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     audit = tmp_path / ".twolane" / "audit"
     assert verify(audit, "a").faults == []
-    assert sum(r.body["kind"] == "outcome" for r in records(audit, "a")) == 38
+    assert sum(r.body["kind"] == "outcome" for r in records(audit, "a")) == 30 + 13 + 8
 
 
 async def test_no_process_outlives_its_parent(tmp_path: Path, up: Upstream) -> None:
@@ -122,6 +143,14 @@ async def test_no_process_outlives_its_parent(tmp_path: Path, up: Upstream) -> N
         await asyncio.to_thread(router.process.wait, 30)
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, 20)
     assert not alive
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Where somebody listens already, nothing is started, even if they would share the port."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        router = started(tmp_path, "http://127.0.0.1:9/v1", "--workers", "2", "--port", str(other.getsockname()[1]))
+        assert router.process.wait(30) == 1
+    assert "cannot_listen" in router.log.read_text()
 
 
 def test_pages_are_added() -> None:
