@@ -43,6 +43,8 @@ def shared() -> list[LiteLLMThread]:
 async def thread(shared: list[LiteLLMThread]) -> LiteLLMThread:
     if not shared:
         shared.append(LiteLLMThread())
+    # The import may take longer than a call may: on a busy machine the first test would tell of that alone.
+    await shared[0].module()
     return shared[0]
 
 
