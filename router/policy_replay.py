@@ -75,6 +75,7 @@ def _difference(was: dict[str, Any], policy: Policy, facts: Facts) -> str:
     now: dict[str, Any] = msgspec.json.decode(
         msgspec.json.encode(pack_decision(decide(policy, facts), rule_names(policy)))
     )
+    was, now = _told(was), _told(now)
     if was == now:
         return ""
     for key in ("ranked", "reason", "budget_missed"):
@@ -84,3 +85,12 @@ def _difference(was: dict[str, Any], policy: Policy, facts: Facts) -> str:
         if old != new:
             return f"the verdicts on {new['deployment']} differ"
     return "the decisions differ"
+
+
+def _told(decision: dict[str, Any]) -> dict[str, Any]:
+    """With the verdicts that say something, as codes: earlier records hold every `ok` too, and name no rule."""
+    judged = [
+        {**entry, "verdicts": [(v["code"], v["allowed"], v["detail"]) for v in entry["verdicts"] if v["code"] != "ok"]}
+        for entry in decision.get("judged", ())
+    ]
+    return {**decision, "judged": judged}

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from hypothesis import given
 
 from policies.decide import decide
 from policies.facts import Facts
+from policies.policy import Policy
 from router.audit import Audit, Outcome
 from router.audit_verify import records, verify
 from router.call import Call
 from router.cli import main
 from router.facts_record import NotReplayable, pack_all, unpack_all
+from router.policy_replay import _difference
 from router.tenant_config import TenantConfig
 from router.tenants import Tenant
 from tests.policies import strategies
@@ -114,6 +116,17 @@ async def test_hundreds_of_mixed_requests_are_decided_as_recorded(tmp_path: Path
     one = lines[7]["id"]
     assert one in replayed(tmp_path, "--id", one).output
     assert replayed(tmp_path, "--id", "dec_nobody").exit_code == 1
+
+
+@given(strategies.policies, strategies.facts())
+def test_an_earlier_record_is_read_as_what_it_says(policy: Policy, facts: Facts) -> None:
+    """Records once held the verdict of every rule, without its name: the same decision, and one changed is named."""
+    decision = decide(policy, facts)
+    was = msgspec.json.decode(msgspec.json.encode({f.name: getattr(decision, f.name) for f in fields(decision)}))
+    assert _difference(was, policy, facts) == ""
+    for judged in was["judged"]:
+        judged["verdicts"][0] = {"allowed": False, "code": "stopped", "detail": "cache"}
+        assert "verdicts" in _difference(was, policy, facts)
 
 
 async def test_a_policy_that_is_gone_or_changed_is_named(tmp_path: Path, up: Upstream) -> None:
