@@ -23,7 +23,8 @@ from policies.facts import Estimate
 _WINDOW = 64
 _RUN = 5
 """Answers in a row beyond the same edge that count as a step change; by chance once in some 10^5."""
-_FORGET = 0.985
+_RENEW = 1 / 0.985
+"""What each answer multiplies the weights' variance by: how fast old answers are forgotten."""
 _NOISE = 0.09
 """Assumed variance of the relative error (σ = 0.3); sets how fast weights move, not the quantiles."""
 _FLOOR_MS = 0.05
@@ -53,10 +54,10 @@ class _Law:
         self._start = tuple(max(w, 0.2 * scale, _FLOOR_MS) ** 2 for w in weights)
         self._cov = self._diagonal()
 
-    def _diagonal(self) -> list[float]:
+    def _diagonal(self) -> tuple[float, ...]:
         """Upper triangle of the weights' covariance: 00, 01, 02, 11, 12, 22."""
         a, b, c = self._start
-        return [a, 0.0, 0.0, b, 0.0, c]
+        return (a, 0.0, 0.0, b, 0.0, c)
 
     def mean(self, x: Vector) -> float:
         """Milliseconds, never zero."""
@@ -67,28 +68,24 @@ class _Law:
         """One step of least squares on actual/mean, whose target is 1."""
         error = actual / mean - 1.0
         error = _CLIP if error > _CLIP else error
-        x0, x1, x2 = x[0] / mean, x[1] / mean, x[2] / mean
+        x0, x1, x2 = x
+        x0, x1, x2 = x0 / mean, x1 / mean, x2 / mean
         p00, p01, p02, p11, p12, p22 = self._cov
         g0 = p00 * x0 + p01 * x1 + p02 * x2
         g1 = p01 * x0 + p11 * x1 + p12 * x2
         g2 = p02 * x0 + p12 * x1 + p22 * x2
         gain = 1.0 / (_NOISE + x0 * g0 + x1 * g1 + x2 * g2)
         w0, w1, w2 = self.weights
-        step = gain * error
-        self.weights = (max(w0 + step * g0, 0.0), max(w1 + step * g1, 0.0), max(w2 + step * g2, 0.0))
-        cov = [
-            p00 - gain * g0 * g0,
-            p01 - gain * g0 * g1,
-            p02 - gain * g0 * g2,
-            p11 - gain * g1 * g1,
-            p12 - gain * g1 * g2,
-            p22 - gain * g2 * g2,
-        ]
+        h0, h1, h2 = gain * g0, gain * g1, gain * g2
+        w0, w1, w2 = w0 + error * h0, w1 + error * h1, w2 + error * h2
+        self.weights = (w0 if w0 > 0.0 else 0.0, w1 if w1 > 0.0 else 0.0, w2 if w2 > 0.0 else 0.0)
+        p00 -= h0 * g0
+        p11 -= h1 * g1
+        p22 -= h2 * g2
         # Requests that are all alike teach one direction only; forgetting the others would let them blow up.
         a, b, c = self._start
-        if cov[0] < a and cov[3] < b and cov[5] < c:
-            cov = [v / _FORGET for v in cov]
-        self._cov = cov
+        r = _RENEW if p00 < a and p11 < b and p22 < c else 1.0
+        self._cov = (r * p00, r * (p01 - h0 * g1), r * (p02 - h0 * g2), r * p11, r * (p12 - h1 * g2), r * p22)
 
     def rescale(self, factor: float) -> None:
         """All answers became `factor` times as long: believe it, and be open to another shape."""
@@ -101,36 +98,40 @@ class _Law:
 class _Ratios:
     """The last log ratios actual/mean, in order of time and of size."""
 
-    __slots__ = ("_recent", "_run", "_sorted")
+    __slots__ = ("_quantiles", "_recent", "_run", "_sorted")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(_SPREAD)
         self._sorted: list[float] = list(_SPREAD)
         self._run = 0
+        self._quantiles: tuple[float, float] | None = None
 
     def quantiles(self) -> tuple[float, float]:
         """p50 and p90 of actual/mean; p90 one rank up, as a finite window asks for."""
-        values = self._sorted
-        n = len(values)
-        p90 = min(int(0.9 * (n + 1)), n - 1)
-        return exp(values[n // 2]), exp(values[p90])
+        if self._quantiles is None:
+            values = self._sorted
+            n = len(values)
+            self._quantiles = exp(values[n // 2]), exp(values[9 * (n + 1) // 10])
+        return self._quantiles
 
     def add(self, ratio: float) -> float | None:
         """Take in actual/mean; the factor to rescale by when a step change is seen."""
-        value = log(ratio) if ratio > 1e-6 else log(1e-6)
-        values = self._sorted
+        value = log(ratio if ratio > 1e-6 else 1e-6)
+        values, run = self._sorted, self._run
         n = len(values)
-        if value > values[min(int(0.9 * (n + 1)), n - 1)]:
-            self._run = self._run + 1 if self._run > 0 else 1
+        if value > values[9 * (n + 1) // 10]:
+            run = run + 1 if run > 0 else 1
         elif value < values[n // 10]:
-            self._run = self._run - 1 if self._run < 0 else -1
+            run = run - 1 if run < 0 else -1
         else:
-            self._run = 0
+            run = 0
+        self._run = run
+        self._quantiles = None
         self._recent.append(value)
         insort(values, value)
         if n >= _WINDOW:
             del values[bisect_left(values, self._recent.popleft())]
-        return self._step() if abs(self._run) >= _RUN else None
+        return self._step() if run >= _RUN or run <= -_RUN else None
 
     def _step(self) -> float:
         """Keep the run alone, around its own median."""
@@ -239,14 +240,8 @@ class Estimates:
         ttft50, ttft90 = model.ttft_ratio.quantiles()
         total50, total90 = model.total.quantiles()
         t50, t90 = ttft * ttft50, ttft * ttft90
-        return Estimate(
-            ttft_p50=t50,
-            ttft_p90=t90,
-            total_p50=max(total * total50, t50),
-            total_p90=max(total * total90, t90),
-            cost=cost,
-            samples=model.samples,
-        )
+        all50, all90 = total * total50, total * total90
+        return Estimate(t50, t90, all50 if all50 > t50 else t50, all90 if all90 > t90 else t90, cost, model.samples)
 
     def learn(
         self,
@@ -287,11 +282,12 @@ class Estimates:
 
 
 def _ttft_vector(prompt_tokens: int, cached_tokens: int, queue: int) -> Vector:
-    return (1.0, max(prompt_tokens - cached_tokens, 0) / _PROMPT, float(queue))
+    return (1.0, (prompt_tokens - cached_tokens) / _PROMPT if prompt_tokens > cached_tokens else 0.0, queue)
 
 
 def _rest_vector(output_tokens: int, queue: int) -> Vector:
-    return (1.0, output_tokens / _OUTPUT, output_tokens / _OUTPUT * queue)
+    output = output_tokens / _OUTPUT
+    return (1.0, output, output * queue)
 
 
 def _first(x: Vector, y: Vector, ttft_ms: float, rest_ms: float) -> _Model:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.estimates import CACHE, TEXT, Law, covered, law, request
+from benchmarks.estimates import CACHE, STEPS, TEXT, Law, covered, keep, law, request, ways
 from policies.facts import Estimate
 from router.estimates import Estimates
 
@@ -183,6 +183,29 @@ def test_p90_covers(draw: Law, seed: int) -> None:
     covered(e, draw, rng, 200)
     for share in covered(e, draw, rng, 600):
         assert 0.85 <= share <= 0.95
+
+
+def test_decisions_on_estimates_keep_a_latency_budget() -> None:
+    """Whichever lane changes half way, a tenant's decisions keep its budget nearly as often as the better of the two
+    lanes, and far more often than a fixed lane or chance where those choose badly."""
+    behind: dict[str, list[float]] = {}
+    for laws in STEPS.values():
+        found = {name: keep(way, laws, 5, 800).within for name, way in ways().items()}
+        shares = {name: sum(within) / len(within) for name, within in found.items()}
+        best = max(shares[name] for name in ("always text", "always cache"))
+        for name, share in shares.items():
+            behind.setdefault(name, []).append(best - share)
+    worst = {name: max(found) for name, found in behind.items()}
+    assert worst["by policy"] < 0.03
+    assert min(worst["always text"], worst["always cache"]) > 0.15
+    assert worst["random"] > 0.1
+
+
+def test_a_load_is_the_same_for_the_same_seed() -> None:
+    """Budgets are kept to the request alike in two runs."""
+    laws = next(iter(STEPS.values()))
+    one, two = (keep(ways()["by policy"], laws, 3, 300) for _ in range(2))
+    assert one == two
 
 
 def test_usual_output_and_forget() -> None:
