@@ -93,15 +93,17 @@ def _deployments(policies: Sequence[Policy], known: Known) -> Iterator[Deploymen
     regions = [None, *sorted({*known.regions, *written, _OTHER})]
     named = (n for p in policies for n in (*(p.pairs.allow or ()), *p.pairs.deny))
     pairs = sorted({*known.pairs, *named, _OTHER})
+    signers = ["", *sorted({key for p in policies for key in p.pairs.trust or ()})]
     gains = [None, *_edges((p.pairs.min_gain for p in policies), 0.1)]
     kept = [None, *_edges((p.pairs.min_retention for p in policies), 1.0)]
     for region in regions:
         yield DeploymentFacts(f"the text lane in region {region}", "text", "http", region=region)
-        for name, verdict in product(pairs, ("verified", "unproven")):
+        for name, (verdict, signer) in product(pairs, product(("verified", "unproven"), signers)):
             for mode, values in (("fuse", gains), ("handover", kept)):
                 for value in values:
-                    pair = PairFacts(name, "held", mode, "prompt", verdict, gain=value, retention=value)
+                    pair = PairFacts(name, "held", mode, "prompt", verdict, gain=value, retention=value, signer=signer)
                     id = f"the cache lane in region {region}, {verdict} pair {name}, {mode}, proven to {value}"
+                    id += f", signed by {signer[:16]}" if signer else ""
                     yield DeploymentFacts(id, "cache", "cache", region=region, pair=pair)
 
 

@@ -44,6 +44,8 @@ class PairFacts:
     """What it was demoted for; empty where it was not, or its rest is over."""
     probation: float | None = None
     """Share of the requests that may take it while it is on probation; None where it is not."""
+    signer: str = ""
+    """Public key that signed the pair and its report; empty where nobody did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class PairPolicy(Written):
     """Names; null allows every pair that is not denied."""
     deny: tuple[str, ...] = ()
     require_verified: bool = False
+    trust: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] | None = None
+    """Public keys whose signature a pair must carry; null asks for none."""
     min_gain: float | None = Field(None, ge=-1, le=1)
     """Least gain over the receiver alone (lower bound); judges pairs of mode `fuse`."""
     min_retention: float | None = Field(None, ge=0, le=2)

@@ -41,6 +41,7 @@ REASONS: dict[str, str] = {
     "pair_not_allowed": "The tenant's policy does not allow this pair.",
     "pair_rejected": "The pair's report speaks against it.",
     "pair_unverified": "The tenant asks for a verified pair.",
+    "pair_not_trusted": "Nobody whom the tenant trusts has signed this pair.",
     "pair_gain_too_small": "The pair's gain over its receiver is below what the tenant asks for.",
     "pair_retention_too_small": "The pair keeps less of its receiver's accuracy than the tenant asks for.",
     "deployment_unavailable": "The deployment cannot be reached.",
@@ -203,6 +204,8 @@ def pair_proven(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verd
         return Verdict(False, "pair_rejected", pair.verdict)
     if terms.require_verified and pair.verdict != "verified":
         return Verdict(False, "pair_unverified", pair.verdict)
+    if terms.signers is not None and pair.signer not in terms.signers:
+        return REFUSALS["pair_not_trusted"]
     if pair.mode == "fuse":
         return _at_least(pair.gain, terms.min_gain, "pair_gain_too_small")
     return _at_least(pair.retention, terms.min_retention, "pair_retention_too_small")

@@ -75,6 +75,7 @@ class Terms:
     pairs_allowed: frozenset[str] | None
     pairs_denied: frozenset[str]
     require_verified: bool
+    signers: frozenset[str] | None
     min_gain: float | None
     min_retention: float | None
     cache_share: float
@@ -106,6 +107,7 @@ class Terms:
             pairs_allowed=None if pairs.allow is None else frozenset(pairs.allow),
             pairs_denied=frozenset(pairs.deny),
             require_verified=pairs.require_verified,
+            signers=None if pairs.trust is None else frozenset(pairs.trust),
             min_gain=pairs.min_gain,
             min_retention=pairs.min_retention,
             cache_share=policy.rollout.cache,

@@ -182,6 +182,7 @@ class Gatherer:
             state.reason,
             standing.why if standing.state == "demoted" else "",
             self._demotion.share(name) if standing.state == "probation" else None,
+            state.signer,
         )
 
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import msgspec
 
 from router.cli import Commands, ConfigOption
 from router.settings import ConfigError, Settings, load
-from workers import pairs
+from workers import pairs, sealing
 from workers.config import ModelConfig, PairConfig
 from workers.errors import LoadFailed
 
@@ -25,8 +26,13 @@ class PairCommands(Commands):
         "check": "workers.pair_check:check_command",
         "conform": "workers.conform:conform_command",
         "reinstate": "router.stops_cli:reinstate_command",
+        "export": "workers.publishing_cli:export_command",
+        "import": "workers.publishing_cli:import_command",
+        "keygen": "workers.publishing_cli:keygen_command",
         "train": "workers.train_cli:train_command",
         "verify": "workers.verify_cli:verify_command",
+        "versions": "workers.publishing_cli:versions_command",
+        "withdraw": "workers.publishing_cli:withdraw_command",
     }
 
 
@@ -52,14 +58,19 @@ class Listed:
     report: pairs.Report | None = None
     problem: str = ""
     """What of the folder cannot be read."""
+    signer: str = ""
+    withdrawn: str = ""
+    """Why."""
 
     @property
     def verdict(self) -> str:
-        return self.report.verdict if self.report else "unproven"
+        if self.withdrawn:
+            return "withdrawn"
+        return self.report.verdict if self.report and not self.problem else "unproven"
 
     @property
     def why(self) -> str:
-        return self.problem or (self.report.reason if self.report else "no report")
+        return self.withdrawn or self.problem or (self.report.reason if self.report else "no report")
 
 
 @pair_commands.command("list")
@@ -79,9 +90,13 @@ def list_command(config: Path, as_json: bool) -> None:
 @pair_commands.command("show")
 @ConfigOption
 @click.argument("name")
+@click.option("--check", is_flag=True, help="Read the models' files: are they those that the pair was made for?")
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
-def show_command(config: Path, name: str, as_json: bool) -> None:
-    """Print all that is written about the pair NAME: its parties by digest, its fuser, its report."""
+def show_command(config: Path, name: str, check: bool, as_json: bool) -> None:
+    """Print all that is written about the pair NAME: its parties by digest, its fuser, its report, who signed it.
+
+    Exit status 1 with --check when a model has changed.
+    """
     settings = _load(config)
     pair = next((p for p in settings.pairs if p.name == name), None)
     if pair is None:
@@ -89,7 +104,37 @@ def show_command(config: Path, name: str, as_json: bool) -> None:
         click.echo(f"twolane: {config}: no pair is called {name!r}; there are: {known}", err=True)
         sys.exit(1)
     found = _listed(pair, settings)
-    click.echo(json.dumps(_data(found)) if as_json else "\n".join(_told(found)))
+    changed = _changed(pair, settings, found) if check else []
+    if as_json:
+        click.echo(json.dumps(_data(found) | ({"changed": changed} if check else {})))
+    else:
+        click.echo("\n".join([*_told(found), *_told_changes(found, changed, check)]))
+    sys.exit(1 if changed else 0)
+
+
+def _changed(pair: PairConfig, settings: Settings, found: Listed) -> list[str]:
+    """What of its models is not as in `pair.json`."""
+    if found.file is None:
+        return []
+    # Reads weights: torch is loaded for it and for nothing else here.
+    base_check = import_module("workers.base_check")
+    try:
+        parties = [settings.fleet.model(ref) for ref in pair.parties]
+        changed: list[str] = base_check.changed(
+            Path(pair.fuser).expanduser(), parties, settings.fleet.model(pair.receiver)
+        )
+    except LoadFailed as error:
+        click.echo(f"twolane: {error}", err=True)
+        sys.exit(1)
+    return changed
+
+
+def _told_changes(found: Listed, changed: list[str], checked: bool) -> list[str]:
+    lines = [f"  CHANGED: {what}; workers refuse the pair" for what in changed]
+    if checked and not changed:
+        lines.append("  its models are those that it was made for")
+    again = found.file.retraining if found.file else ""
+    return lines + ([f"  {again}"] if again else [])
 
 
 def _load(path: Path) -> Settings:
@@ -105,9 +150,13 @@ def _load(path: Path) -> Settings:
 def _listed(pair: PairConfig, settings: Settings) -> Listed:
     folder = Path(pair.fuser).expanduser()
     file, report, problem = None, None, ""
+    signer = withdrawn = ""
     if pair.fuser != "identity":
         try:
             file, report, problem = _read(folder)
+            if (taken := sealing.withdrawn(folder)) is not None:
+                withdrawn = f"{taken.reason} ({taken.date})"
+            signer = sealing.signer_of(folder)
         except LoadFailed as error:
             problem = str(error)
     kind = file.fuser.kind if file else "identity" if pair.fuser == "identity" else "c2c"
@@ -123,6 +172,8 @@ def _listed(pair: PairConfig, settings: Settings) -> Listed:
         file=file,
         report=report,
         problem=problem,
+        signer=signer,
+        withdrawn=withdrawn,
     )
 
 
@@ -189,6 +240,7 @@ def _told(found: Listed) -> list[str]:
             lines.append(
                 f"  {role} weights {party.weights}, tokenizer {party.tokenizer}, licence {party.licence or '?'}"
             )
+    lines.append(f"  signed by {found.signer}" if found.signer else "  not signed")
     report = found.report
     if report is not None:
         lines.append(f"  report of {report.date} for fingerprint {report.fingerprint}, {report.numerics}, n {report.n}")

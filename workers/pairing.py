@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from workers import pairs, vocabulary
+from workers import pairs, sealing, vocabulary
 from workers.config import Fleet, PairConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import Fuser
@@ -62,7 +62,9 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     report = pairs.read_report(folder) if folder is not None and not config.fusers else None
     state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
     numerics = (str(receiver.dtype).removeprefix("torch."), store.codec if store is not None else "exact")
-    return HeldPair(runtime, with_report(state, report, doubt, numerics))
+    if folder is None or config.fusers:
+        return HeldPair(runtime, with_report(state, report, doubt, numerics))
+    return HeldPair(runtime, _sealed(state, folder, report, doubt, numerics))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,19 @@ def check_parties(file: pairs.PairFile, sharers: Sequence[Loaded], receiver: Loa
         if party.template != loaded.digests.template:
             doubt = f"the {role}'s chat template has changed since the pair was proven"
     return doubt
+
+
+def _sealed(
+    state: PairState, folder: Path, report: pairs.Report | None, doubt: str, numerics: tuple[str, str]
+) -> PairState:
+    """What the report says, who signed it, and whether the pair was withdrawn."""
+    if (taken := sealing.withdrawn(folder)) is not None:
+        return msgspec.structs.replace(state, verdict="withdrawn", verdict_reason=f"{taken.reason} ({taken.date})")
+    try:
+        state = msgspec.structs.replace(state, signer=sealing.signer_of(folder))
+    except LoadFailed as error:
+        doubt = str(error)
+    return with_report(state, report, doubt, numerics)
 
 
 def _other_numerics(state: PairState, reason: str) -> PairState:

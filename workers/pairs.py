@@ -76,6 +76,16 @@ class PairFile(msgspec.Struct, frozen=True, omit_defaults=True):
     data_licence: str | None = None
     training: Training | None = None
 
+    @property
+    def retraining(self) -> str:
+        """What training the fuser again would take, from the rate that was measured; empty where none was."""
+        made = self.training
+        if made is None or not made.tokens:
+            return ""
+        total = f"{made.seconds:.0f} s" if made.seconds < 5400 else f"{made.seconds / 3600:.1f} h"
+        rate = made.tokens / max(made.seconds, 0.1)
+        return f"training it again takes about {total}: {made.tokens} tokens, {rate:.0f} a second on {made.device}"
+
 
 class Interval(msgspec.Struct, frozen=True):
     """A share with its 95 % interval and the number of items behind it."""
@@ -191,16 +201,16 @@ def shape_recipe(shape: Shape) -> dict[str, Any]:
 
 def read_pair(folder: Path) -> PairFile:
     """`pair.json` of a folder. Raises LoadFailed naming the file and what is wrong."""
-    return _read(folder / "pair.json", PairFile)
+    return read_as(folder / "pair.json", PairFile)
 
 
 def read_report(folder: Path) -> Report | None:
     """`report.json` of a folder, None when there is none."""
     file = folder / "report.json"
-    return _read(file, Report) if file.exists() else None
+    return read_as(file, Report) if file.exists() else None
 
 
-def write(folder: Path, name: str, value: PairFile | Report) -> None:
+def write(folder: Path, name: str, value: msgspec.Struct) -> None:
     """Indented JSON, written aside and renamed."""
     aside = folder / f".{name}.tmp"
     aside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
@@ -210,7 +220,8 @@ def write(folder: Path, name: str, value: PairFile | Report) -> None:
 T = TypeVar("T")
 
 
-def _read(file: Path, kind: type[T]) -> T:
+def read_as(file: Path, kind: type[T]) -> T:
+    """One file of a pair's folder. Raises LoadFailed."""
     try:
         value = msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:

@@ -119,7 +119,7 @@ class PairState(msgspec.Struct, frozen=True):
     ready: bool = True
     reason: str = ""
     verdict: str = "unproven"
-    """verified | adapter-only | dominated | harmful | unproven | numerics_differ"""
+    """verified | adapter-only | dominated | harmful | unproven | numerics_differ | withdrawn"""
     verdict_reason: str = ""
     gain: float | None = None
     """Lower bound of accuracy(cache) − accuracy(receiver)."""
@@ -127,6 +127,8 @@ class PairState(msgspec.Struct, frozen=True):
     """Lower bound of accuracy(cache) / accuracy(receiver that reads everything)."""
     agreement: float | None = None
     """Lower bound of the token F1 between the pair's answers and its text route's."""
+    signer: str = ""
+    """Public key that signed pair and report; empty where nobody did."""
 
 
 class Rates(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ def estimates(draw: st.DrawFn) -> Estimate:
     return Estimate(min(a, b), max(a, b), min(c, d), max(c, d), cost=draw(shares))
 
 
+KEYS = ("a" * 64, "b" * 64)
 pairs = st.builds(
     PairFacts,
     name=st.sampled_from(NAMES),
@@ -45,6 +46,7 @@ pairs = st.builds(
     retention=maybe(st.floats(0, 1)),
     demoted=st.sampled_from(("", "", "errors")),
     probation=maybe(shares),
+    signer=st.sampled_from(("", *KEYS)),
 )
 
 
@@ -163,6 +165,7 @@ restrictions = st.fixed_dictionaries(
                 "require_verified": st.booleans(),
                 "min_gain": st.floats(-1, 1),
                 "min_retention": st.floats(0, 1),
+                "trust": st.lists(st.sampled_from(KEYS), unique=True),
             },
         ),
         "sticky": st.sampled_from(("none", "conversation")),
@@ -227,6 +230,7 @@ def stricter(draw: st.DrawFn) -> tuple[Policy, Policy]:
         | {
             "deny": sorted({*told["pairs"]["deny"], draw(st.sampled_from(NAMES))}),
             "require_verified": True,
+            "trust": [key for key in (told["pairs"]["trust"] or KEYS) if draw(st.booleans())],
             "min_gain": max(draw(st.floats(-1, 1)), told["pairs"]["min_gain"] or -1),
             "min_retention": max(draw(shares), told["pairs"]["min_retention"] or 0),
         },

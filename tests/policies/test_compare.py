@@ -44,6 +44,7 @@ def test_tightening_is_never_called_widening(policies: tuple[Policy, Policy]) ->
         ({"pairs": {"min_gain": 0.02}}, {"pairs": {"min_gain": 0.01}}, "widens"),
         ({"pairs": {"min_retention": 0.9}}, {"pairs": {"min_retention": 0.97}}, "narrows"),
         ({"pairs": {"deny": ["x"]}}, {}, "widens"),
+        ({"pairs": {"trust": ["a" * 64]}}, {"pairs": {"trust": ["a" * 64, "b" * 64]}}, "widens"),
         ({"rollout": {"cache": 0.05}}, {"rollout": {"cache": 0.06}}, "widens"),
         ({"regulated": True}, {"regulated": True, "pairs": {"require_verified": True}}, "allows the same"),
         ({"labels": {"data": {"secret": {"transports": ["text"]}}}}, {}, "widens"),

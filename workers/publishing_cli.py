@@ -1,0 +1,146 @@
+"""`twolane pair import`, `export`, `keygen`, `withdraw` and `versions`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from workers import pairs, sealing
+from workers.errors import LoadFailed
+
+_Folder = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except LoadFailed as error:
+        click.echo(f"twolane: {error}", err=True)
+        sys.exit(1)
+
+
+@click.command("import")
+@click.argument("folder", type=_Folder)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The pair's folder.")
+@click.option("--sharer", help="Default: the name in the checkpoint's recipe.")
+@click.option("--receiver", help="The same.")
+@click.option("--name", help="Default: the folder's.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
+@click.option("--sharer-licence")
+@click.option("--receiver-licence")
+@click.option("--fuser-licence")
+@click.option("--data-licence")
+def import_command(folder: Path, out: Path, **options: Any) -> None:
+    """Make a pair folder of FOLDER, a checkpoint in the official layout.
+
+    Its `.pt` files are read weights only, and stored as safetensors. Both models are loaded, because a pair names them
+    by digest.
+    """
+    from workers.config import ModelConfig
+    from workers.fusers.c2c import load_official
+    from workers.loader import Loader
+    from workers.publishing import import_official
+    from workers.train_pair import Licences
+
+    with _told():
+        loader = Loader("cpu")
+        named = {role: options[role] for role in ("sharer", "receiver")}
+        if not all(named.values()):
+            written = load_official(folder)
+            named = {"sharer": named["sharer"] or written.sharer, "receiver": named["receiver"] or written.receiver}
+        config = {"dtype": options["dtype"]}
+        sharer, receiver = (
+            loader.load(ModelConfig.model_validate({"model": named[role], **config})) for role in ("sharer", "receiver")
+        )
+        licences = Licences(*(options[f"{part}_licence"] for part in ("sharer", "receiver", "fuser", "data")))
+        file = import_official(folder, out, options["name"] or out.name, sharer, receiver, licences)
+    click.echo(f"{out}: {file.fuser.kind}, {file.fuser.parameters / 1e6:.2f} M parameters, {file.mode}")
+    click.echo(f"It is unproven: twolane pair verify {out} --data FILE")
+
+
+@click.command("export")
+@click.argument("folder", type=_Folder)
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--sign", "key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A private key.")
+@click.option("--sharer-model", help="The sharer as others find it: a hub id.")
+@click.option("--receiver-model", help="The same of the receiver.")
+def export_command(
+    folder: Path, out: Path, key: Path | None, sharer_model: str | None, receiver_model: str | None
+) -> None:
+    """Copy the pair in FOLDER to OUT/NAME/VERSION with a model card, signed by a key of `twolane pair keygen`.
+
+    The licences of both models, the fuser and the data must be known.
+    """
+    from workers.publishing import export
+
+    models = {"sharer": sharer_model, "receiver": receiver_model}
+    with _told():
+        signing = None if key is None else sealing.read_key(key)
+        place = export(folder, out, key=signing, models={role: m for role, m in models.items() if m})
+        signer = sealing.signer_of(place)
+    click.echo(f"{place}{f', signed by {signer}' if signer else ', not signed'}")
+
+
+@click.command("keygen")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def keygen_command(file: Path) -> None:
+    """Write a new private key to FILE, and print the public one, which tenants list under `pairs.trust`."""
+    with _told():
+        click.echo(sealing.make_key(file))
+
+
+@click.command("withdraw")
+@click.argument("folder", type=_Folder)
+@click.option("--reason", required=True)
+@click.option("--by", default="", help="Who withdraws it.")
+@click.option("--undo", is_flag=True, help="Let it stand again.")
+def withdraw_command(folder: Path, reason: str, by: str, undo: bool) -> None:
+    """Take the pair in FOLDER back: whoever loads it from now on refuses it, whatever its report says.
+
+    A running worker keeps what it has loaded: `twolane stop` is at once.
+    """
+    with _told():
+        pairs.read_pair(folder)
+        if undo:
+            (folder / "withdrawn.json").unlink(missing_ok=True)
+            click.echo(f"{folder}: stands again ({reason})")
+            return
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        pairs.write(folder, "withdrawn.json", sealing.Withdrawn(date, reason, by))
+    click.echo(f"{folder}: withdrawn")
+
+
+@click.command("versions")
+@click.argument("folder", type=_Folder)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def versions_command(folder: Path, as_json: bool) -> None:
+    """Print the pairs in the folders of FOLDER side by side, the newest last: what `export` writes to OUT/NAME."""
+    with _told():
+        found = sealing.versions(folder)
+    for version in found:
+        click.echo(
+            json.dumps(asdict(version) | {"report": msgspec.to_builtins(version.report)}) if as_json else _line(version)
+        )
+
+
+def _line(version: sealing.Version) -> str:
+    figures = []
+    if version.report is not None:
+        for name in ("gain", "retention"):
+            interval: pairs.Interval | None = getattr(version.report, name)
+            if interval is not None:
+                figures.append(f"{name} {interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})")
+        figures += [f"{ms:.0f} ms" for route, ms in version.report.latency_ms.items() if route == "cache"]
+    head = f"{version.folder}  {version.made}  {version.fuser} {version.parameters / 1e6:.2f} M  {version.verdict}"
+    signed = f"signed by {version.signer[:16]}" if version.signer else "not signed"
+    return f"{head}  {'  '.join([*figures, signed])}\n  {version.why}"
