@@ -36,6 +36,7 @@ READS = {
     "pair conform",
     "pair list",
     "pair show",
+    "pair versions",
     "policy diff",
     "policy replay",
     "policy show",
@@ -43,7 +44,7 @@ READS = {
     "stops",
 }
 """Commands that change nothing."""
-WRITES_FILES = {"pair train"}
+WRITES_FILES = {"pair export", "pair import", "pair keygen", "pair train", "pair verify", "pair withdraw"}
 """Commands that write a folder of their own; it counts for nothing until a configuration names it."""
 PROCESSES = {"serve", "worker"}
 """Commands that run until they are ended; a router records its start and its end by itself."""
