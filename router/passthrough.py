@@ -89,13 +89,17 @@ class Passthrough:
         headers: list[Header] = scope["headers"]
         told = picked(headers, _TOLD)
         target, named = _target(scope)
+        path = target.partition("?")[0]
         fields, upload = {}, None
         if _is_json(headers, told.get("type", "")):
             body = await read_all(receive, headers, self._endpoint.max_body)
             fields = read_body(body) if body else {}
+            odd = next((name for name in fields if name != "model" and name.lower() == "model"), None)
+            if odd is not None:  # some servers read it as `model`
+                raise BadRequest(f"Write 'model' for {odd!r}.", param="model", code="invalid_json")
             named = read_text(fields, "model") or named
         else:
-            upload = await self._upload(receive, headers, told.get("type", ""))
+            upload = await self._upload(receive, headers, told.get("type", ""), path)
             named = upload.said or named
         model = named or told.get("model") or self._only(tenant, told.get("pinned"))
         if upload is not None:
@@ -107,10 +111,9 @@ class Passthrough:
             upload=None if upload is None or upload.empty else upload,
         )
         stream = read_flag(fields, "stream")
-        path = target.partition("?")[0]
         return made_call(id, tenant, headers, fields, started, model=model, path=path, stream=stream, raw=raw)
 
-    async def _upload(self, receive: Receive, headers: list[Header], kind: str) -> Upload:
+    async def _upload(self, receive: Receive, headers: list[Header], kind: str, path: str) -> Upload:
         length = picked(headers, {b"content-length": "length"}).get("length", "")
         is_form = kind.lower().startswith("multipart/")
         upload = Upload(
@@ -120,6 +123,11 @@ class Passthrough:
             boundary=boundary_of(kind) if is_form else None,
         )
         await upload.look()
+        if not upload.empty and not is_form and not path.startswith("/files"):
+            # Many servers read JSON under any name: a model in it would be one that nobody judged.
+            raise BadRequest(
+                "The body must be JSON or a form, and not compressed.", status=415, code="unsupported_media_type"
+            )
         return upload
 
     def _only(self, tenant: Tenant, pinned: str | None) -> str:

@@ -38,6 +38,7 @@ class Member:
     redis: str | None
     """Address of the embedded server; None where one is configured, which may hold a password."""
     folder: str
+    """Of this port alone: others of one `state_dir` are no peers."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

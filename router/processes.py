@@ -140,7 +140,7 @@ class Processes:
 
     async def _start(self, index: int, redis: str | None, alive: int) -> asyncio.subprocess.Process:
         server = self._settings.server
-        member = Member(index, self._count, alive, redis, str(self._folder))
+        member = Member(index, self._count, alive, redis, str(self._folder / f"port-{server.port}"))
         told = ["--config", str(self._path), "--host", server.host, "--port", str(server.port)]
         log.info("router_process_starts", process=index)
         return await asyncio.create_subprocess_exec(

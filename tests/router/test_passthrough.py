@@ -166,23 +166,32 @@ async def test_answers_pass_without_credentials(one: Router, up: Up) -> None:
         ({"json": {}, "headers": {"x-twolane-model": "b"}}, None),
         ({"json": {"model": "b"}, "params": {"model": "a"}}, "up-b"),
         ({"headers": {"x-twolane-deployment": "id-b"}}, None),
-        ({"data": aiohttp.FormData({"model": "b", "n": "1"}, quote_fields=False)(), "form": True}, None),
     ],
-    ids=["body", "query", "header", "body wins", "deployment", "urlencoded"],
+    ids=["body", "query", "header", "body wins", "deployment"],
 )
 async def test_how_a_group_is_named(options: dict[str, Any], model: str | None, tmp_path: Path, up: Up) -> None:
     """The group is named in the body, the query or a header, or by its deployment; where nobody names it, by nobody."""
     entries = [entry("a", up.base, info={"id": "id-a"}), entry("b", up.base, info={"id": "id-b"})]
-    form = options.pop("form", False)
     async with door(tmp_path, *entries) as to:
-        status, headers, body = await ask(to, "POST", "/v1/images/generations", **options)
-    if form:
-        assert (status, json.loads(body)["error"]["code"]) == (400, "missing_model")
-        return
+        assert json.loads((await ask(to, "GET", "/v1/files"))[2])["error"]["code"] == "missing_model"
+        status, headers, _ = await ask(to, "POST", "/v1/images/generations", **options)
     assert (status, headers["x-twolane-deployment"]) == (200, "id-b")
     assert up.got[0].target == "/v1/images/generations", "?model= is for us alone"
     if model is not None:
         assert json.loads(up.got[0].body)["model"] == model
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; gzip"])
+async def test_no_model_slips_through_unread(kind: str, one: Router, up: Up) -> None:
+    """A body in which an upstream may find a model that we did not read is refused."""
+    kind, _, coding = kind.partition("; ")
+    headers = {"content-type": kind, **({"content-encoding": coding} if coding else {})}
+    told = {"data": b'{"model":"dearest"}', "headers": headers}
+    status, _, body = await ask(one, "POST", "/v1/messages?model=m", **told)
+    assert (status, json.loads(body)["error"]["code"]) == (415, "unsupported_media_type")
+    status, _, body = await ask(one, "POST", "/v1/messages?model=m", json={"MODEL": "dearest"})
+    assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_json")
+    assert not up.got
 
 
 async def test_only_groups_that_can_are_counted(tmp_path: Path, up: Up) -> None:
