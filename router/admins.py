@@ -12,6 +12,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +20,8 @@ from starlette.routing import Route
 
 from router.admin_config import AdminConfig, Role
 from router.errors import Forbidden, RouterError, Unauthenticated
-from router.http import bearer
+from router.http import Header, bearer, picked
+from router.settings import is_loopback
 from router.tenant_config import digest_key
 
 Right = Literal["read", "operate", "reload", "publish"]
@@ -90,6 +92,9 @@ class Admins:
 
         async def guarded(request: Request) -> Response:
             method = "GET" if request.method == "HEAD" else request.method
+            if not self._by_digest and _of_another_site(request.scope["headers"]):
+                # Without keys a browser on this machine would let any page press our buttons.
+                raise Forbidden("Pages of other sites may not ask this.", code="foreign_origin")
             admin = self._authorized(bearer(request.scope["headers"]), RIGHTS[method, route.path], known_elsewhere)
             request.state.admin = admin
             answer: Response = await handler(request)
@@ -112,6 +117,23 @@ class Admins:
             message = f"{admin.name} is {admin.role}; this needs: {roles} or the master key."
             raise Forbidden(message, code="role_not_allowed")
         return admin
+
+
+def _of_another_site(headers: list[Header]) -> bool:
+    """A browser asks for a page that is not this router's: it says where the page is from.
+
+    Of this router is what was loaded from this machine by the address that is asked now; a name that somebody else
+    had resolved to this machine is not.
+    """
+    told = picked(headers, {b"origin": "origin", b"host": "host"})
+    if "origin" not in told:
+        return False
+    try:
+        origin = urlsplit(told["origin"])
+        here = origin.hostname is not None and is_loopback(origin.hostname)
+    except ValueError:
+        return True
+    return not here or origin.netloc != told.get("host")
 
 
 def who(request: Request) -> str:

@@ -292,6 +292,34 @@ async def test_the_dashboard_presses_these_buttons(house: House) -> None:
     assert shown["tenants"] == ["a", "b", "default"]
 
 
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        (None, None, 200),
+        ("http://127.0.0.1:{port}", None, 200),
+        ("http://localhost:{port}", "localhost:{port}", 200),
+        ("https://evil.example", None, 403),
+        ("null", None, 403),
+        ("http://127.0.0.1:9", None, 403),
+        ("http://evil.example:{port}", "evil.example:{port}", 403),
+        ("http://[::1", None, 403),
+    ],
+)
+async def test_without_keys_no_other_sites_page_presses_them(
+    tmp_path: Path, origin: str | None, host: str | None, status: int
+) -> None:
+    """Where this machine may administer, a browser's request for a foreign page may not, nor for one whose name was
+    made to lead here; with keys it is the key that counts."""
+    told = {name: value for name, value in (("origin", origin), ("host", host)) if value is not None}
+    body = json.dumps({"target": "cache", "reason": "x"})
+    async with living(tmp_path, general_settings={}, admins=[], tenants=None) as open_house:
+        port = open_house.door.port
+        headers = {name: value.format(port=port) for name, value in told.items()} | {"content-type": "text/plain"}
+        async with open_house.door.session.post("/admin/stops", data=body, headers=headers) as done:
+            assert done.status == status, await done.text()
+        assert len(open_house.records("stop")) == (status == 200)
+
+
 # -- named administrators
 
 
