@@ -263,7 +263,7 @@ class App:
         """Take up the files when they change, a bad one leaves what runs in force; and see pairs that were swapped."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
-            self.parts.lane.look(self.parts.fleet)
+            await self.parts.lane.look(self.parts.fleet)
             if self.parts.tenants.changed() or _stamp(self._path) != self._seen:
                 await self._reload_or_keep("file")
 

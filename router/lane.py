@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,8 @@ from router.deployments import Deployment
 from router.errors import TransportError, Unavailable
 from router.health import blames
 from router.stops import Stops
-from router.transports.cache import Fleet, held
+from router.transports.cache import Fleet, held, holders
+from workers.protocol import PairState
 
 
 class RunningCall(msgspec.Struct, frozen=True):
@@ -75,3 +77,20 @@ def watch_fingerprints(fleet: Fleet, demotion: Demotion) -> None:
     """Look at what live workers hold, so that a swap is seen without traffic too."""
     for name, _ in demotion.states():
         held(fleet, "pair", name, demotion)
+
+
+def reported(fleet: Fleet, pair: str) -> list[dict[str, Any]]:
+    """What live workers tell of the pair's report: one entry, unless they tell different things; or none."""
+    told: list[dict[str, Any]] = []
+    for holder in holders(fleet, "pair", pair):
+        state = holder.state
+        if state.ready and isinstance(state, PairState):
+            entry = {
+                "fingerprint": state.fingerprint,
+                "verdict": state.verdict,
+                "gain": state.gain,
+                "retention": state.retention,
+            }
+            if entry not in told:
+                told.append(entry)
+    return sorted(told, key=str)

@@ -11,7 +11,7 @@ import structlog
 from router.admin import record_stop
 from router.audit import Audit
 from router.errors import Unrecorded
-from router.lane import CacheLane, RunningCall, lane_pairs, watch_fingerprints
+from router.lane import CacheLane, RunningCall, lane_pairs, reported, watch_fingerprints
 from router.newest import EVERY_S, Newest
 from router.settings import Settings
 from router.standings import Standings
@@ -39,6 +39,9 @@ class LaneHouse:
         async def record(what: str, who: str, detail: dict[str, Any]) -> None:
             await record_or_log(audit, what, who, detail)
 
+        self._audit = audit
+        self._reported: dict[str, list[dict[str, Any]]] = {}
+        """By pair, what reports said when they were last recorded: a report lets a pair in, and no reload brings it."""
         self._news = Newest(redis_url)
         apart = settings.stops.without_redis == "stop"
         self.stops = Stops(settings.stops_file, self._news, adopted=adopted, apart=apart)
@@ -56,9 +59,15 @@ class LaneHouse:
         """Take in a reloaded configuration."""
         self.demotion.configure(_limits(settings))
 
-    def look(self, fleet: Fleet) -> None:
-        """See pairs that were swapped, also where nobody asks for them."""
+    async def look(self, fleet: Fleet) -> None:
+        """See pairs that were swapped, also where nobody asks for them, and record what their reports say now."""
         watch_fingerprints(fleet, self.demotion)
+        for name, _ in self.demotion.states():
+            told = reported(fleet, name)
+            if told and told != self._reported.get(name):
+                self._reported[name] = told
+                for report in told:
+                    await record_or_log(self._audit, "pair_report", "router", {"pair": name, **report})
 
     async def start(self) -> None:
         """Know what is stopped and demoted. Needs an open audit log."""

@@ -16,6 +16,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from msgspec.structs import replace
 from starlette.routing import Route
 
 from router.cli import main
@@ -45,7 +46,7 @@ READS = {
 }
 """Commands that change nothing."""
 WRITES_FILES = {"pair export", "pair import", "pair keygen", "pair train", "pair verify", "pair withdraw"}
-"""Commands that write a folder of their own; it counts for nothing until a configuration names it."""
+"""Commands that write a pair's folder: it counts once a worker holds it, and then the router records what it says."""
 PROCESSES = {"serve", "worker"}
 """Commands that run until they are ended; a router records its start and its end by itself."""
 WHERE_THERE_IS_SOMETHING = {"audit retain"}
@@ -154,6 +155,19 @@ async def test_what_happens_by_itself_leaves_a_record(tmp_path: Path, who: str) 
         _change(file, {"name": "a", "modles": []}, who)
         await until(lambda: bool(house.records("reload_refused")))
         assert house.records("reload_refused")[0]["who"] == who
+
+
+async def test_what_a_pairs_report_says_leaves_a_record(tmp_path: Path) -> None:
+    """When a router first sees a pair, and when its report says something else than before."""
+    async with living(tmp_path) as house:
+        await until(lambda: len(house.records("pair_report")) == 1)
+        [state] = house.fleet.states
+        pairs = tuple(replace(pair, verdict="harmful") for pair in state.pairs)
+        house.fleet.states[:] = [replace(state, pairs=pairs)]
+        await until(lambda: len(house.records("pair_report")) == 2)
+    first, second = house.records("pair_report")
+    assert [r["detail"]["pair"] for r in (first, second)] == ["duo", "duo"]
+    assert (first["detail"]["verdict"] != "harmful", second["detail"]["verdict"]) == (True, "harmful")
 
 
 def _change(file: Path, written: dict[str, Any], who: str) -> None:
