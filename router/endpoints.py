@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Iterable
 from typing import get_args
 
 import msgspec
@@ -210,10 +211,18 @@ def authenticate(tenants: TenantSource, headers: list[Header]) -> Tenant:
     return tenant
 
 
+def refuse_another_model(fields: Iterable[str]) -> None:
+    """Raises BadRequest for `MODEL` and its like: an upstream that reads keys without regard to case might obey it."""
+    for name in fields:
+        if len(name) == 5 and name != "model" and name.lower() == "model":
+            raise BadRequest(f"{name!r} is not a field; did you mean 'model'?", param=name, code="unknown_field")
+
+
 def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float, path: str | None = None) -> Call:
     """The request as the dispatcher wants it. Raises BadRequest naming the field or header."""
     fields = read_body(body)
     model = read_text(fields, "model")
+    refuse_another_model(fields)
     if not model:
         raise BadRequest("'model' must name a model group.", param="model", code="missing_model")
     path = path or scope["path"].removeprefix("/v1")

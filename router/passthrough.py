@@ -11,7 +11,7 @@ import time
 from urllib.parse import unquote_plus
 
 from router.call import Call, Raw
-from router.endpoints import Endpoint, Streaming, authenticate, made_call, new_id
+from router.endpoints import Endpoint, Streaming, authenticate, made_call, new_id, refuse_another_model
 from router.errors import BadRequest, Forbidden, RouterError
 from router.form import boundary_of
 from router.http import Gone, Header, Receive, Scope, Send, Watch, picked, read_all, send_error
@@ -94,9 +94,7 @@ class Passthrough:
         if _is_json(headers, told.get("type", "")):
             body = await read_all(receive, headers, self._endpoint.max_body)
             fields = read_body(body) if body else {}
-            odd = next((name for name in fields if name != "model" and name.lower() == "model"), None)
-            if odd is not None:  # some servers read it as `model`
-                raise BadRequest(f"Write 'model' for {odd!r}.", param="model", code="invalid_json")
+            refuse_another_model(fields)
             named = read_text(fields, "model") or named
         else:
             upload = await self._upload(receive, headers, told.get("type", ""), path)

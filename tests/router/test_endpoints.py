@@ -64,6 +64,14 @@ async def test_plain_answer_is_the_upstreams(door: Router, up: Upstream) -> None
     assert up.seen[0].body == {"model": "m", "user": "u", "messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/responses"])
+async def test_no_second_name_of_the_model_gets_through(door: Router, up: Upstream, path: str) -> None:
+    """Servers that read keys without regard to case would take `MODEL` for `model`, and policy never saw it."""
+    got = await door.post(f"/v1{path}", model="m", input="x", prompt="x", MODEL="other")
+    assert (got.status, got.error["code"], got.error["param"]) == (400, "unknown_field", "MODEL")
+    assert up.seen == []
+
+
 async def test_defaults_fill_only_gaps(door: Router, up: Upstream) -> None:
     """What the deployment states is put in where the caller says nothing, and only there."""
     await door.post(model="dressed", top_p=1)
