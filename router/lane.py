@@ -87,6 +87,7 @@ def reported(fleet: Fleet, pair: str) -> list[dict[str, Any]]:
         if state.ready and isinstance(state, PairState):
             entry = {
                 "fingerprint": state.fingerprint,
+                "signer": state.signer,
                 "verdict": state.verdict,
                 "gain": state.gain,
                 "retention": state.retention,

@@ -168,6 +168,7 @@ async def test_what_a_pairs_report_says_leaves_a_record(tmp_path: Path) -> None:
     first, second = house.records("pair_report")
     assert [r["detail"]["pair"] for r in (first, second)] == ["duo", "duo"]
     assert (first["detail"]["verdict"] != "harmful", second["detail"]["verdict"]) == (True, "harmful")
+    assert {"fingerprint", "signer", "gain", "retention"} <= first["detail"].keys()
 
 
 def _change(file: Path, written: dict[str, Any], who: str) -> None:
