@@ -36,6 +36,9 @@ def log_folder(root: Path | None, config: Path | None) -> Path:
     from router.source import ConfigError
 
     try:
-        return settings.load(config).audit.dir
+        folder = settings.load(config).audit.dir
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
+    if not folder.is_dir():
+        raise click.ClickException(f"{folder}: there is no audit log; a router writes it when it runs")
+    return folder

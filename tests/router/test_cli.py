@@ -175,3 +175,27 @@ def test_help_is_light() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "policy replay",
+        "audit verify",
+        "audit show a",
+        "audit export a",
+        "audit holds",
+        "audit replay dec_1",
+        "audit evidence --tenant a --by kim pack",
+        "audit hold --tenant a --by kim --reason x",
+        "audit erase --tenant a --by kim --reason x --yes",
+    ],
+)
+def test_without_a_log_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Where no router ran yet each command that reads the log ends in one sentence, with status 1."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("tenants: [{name: a}]\naudit: {dir: nowhere}\n")
+    done = CliRunner().invoke(main, [*command.split(), "--config", "config.yaml"])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.output
+    assert "nowhere" in done.output
+    assert not (tmp_path / "nowhere").exists()
