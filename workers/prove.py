@@ -1,8 +1,9 @@
 """A pair that is held, and items -> its report: every route on the same items, with controls, and what follows.
 
 Routes: `receiver` and `sharer` read and answer alone, `relay` is the text twin, `cache` is the pair, `no_context` the
-receiver with the question alone (handover). Controls: `shuffled` lets the sharer read another item of the same kind,
-`zero` lets it say nothing, `adapter` is a fuser that was trained without a sharer. `baseline` is any other model.
+receiver with the question alone (handover, where every item has a context). Controls: `shuffled` lets the sharer read
+another item of the same kind, `zero` lets it say nothing, `adapter` is a fuser that was trained without a sharer.
+`baseline` is any other model.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def measure_pair(
     routes = _routes(runtime, others)
     swapped = [] if isinstance(runtime, Alone) else _others(measured.items)
     total = len(measured.items) + len(measured.guarded)
+    without = held.state.mode == "handover" and all(item.before for item in measured.items)
     for route in routes.values():
         # The first forward of a process is slow, and would count against whoever comes first.
         asker.ask(route, measured.items[0])
@@ -101,7 +103,7 @@ def measure_pair(
             said["shuffled"] = asker.ask(otherwise(runtime, "shuffled", other), item)
         if relay:
             said["relay"] = asker.relay(routes["sharer"], routes["receiver"], item)
-        if held.state.mode == "handover" and item.before:
+        if without:
             said["no_context"] = asker.ask(routes["receiver"], item, [dict(m) for m in item.last_only])
         for name, answer in said.items():
             measured.answers.setdefault(name, []).append(answer)
@@ -129,7 +131,6 @@ def _routes(runtime: Runtime, others: Others) -> dict[str, Runtime]:
 
 
 def _sort(runtime: Runtime, items: Sequence[Item], into: Measured) -> None:
-    handover = any(item.before for item in items)
     for item in items:
         try:
             prompt = runtime.chat([dict(m) for m in item.chat])
@@ -137,8 +138,6 @@ def _sort(runtime: Runtime, items: Sequence[Item], into: Measured) -> None:
                 raise BadPrompt("nothing stands before the last user message")
             if prompt.positions + 1 >= runtime.context:
                 raise BadPrompt("longer than the pair's context")
-            if handover and not item.before and getattr(runtime, "mode", "") == "handover":
-                raise BadPrompt("no context where others have one")
         except BadPrompt as error:
             into.left_out[str(error)] += 1
             continue

@@ -183,7 +183,8 @@ def test_an_identity_pair_is_verified_at_gain_zero(tmp_path: Path, tiny: Loaded)
     """The same weights on both sides: no gain, whole retention, proven by enough items; exit status 0."""
     folder = tmp_path / "twin"
     publish(folder, "twin", tiny, tiny, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
-    data = written(tmp_path / "items.jsonl", [question(i) for i in range(130)])
+    rows = [question(i) | ({"context": f"Hour {i}."} if i % 9 == 0 else {}) for i in range(130)]
+    data = written(tmp_path / "items.jsonl", rows)
     result = command(folder, "--data", data, "--no-relay", "--json")
     report = msgspec.json.decode(result.stdout, type=Report)
     assert (result.exit_code, report.verdict) == (0, "verified")
