@@ -23,6 +23,7 @@ from workers.errors import BadPrompt, LoadFailed
 from workers.items import Item, digest_of_items
 from workers.pairing import HeldPair
 from workers.pairs import FORMAT, Compared, Interval, Report
+from workers.protocol import PairState
 from workers.runtime import Alone, Runtime
 from workers.verify import Evidence, derange, is_right, judge, numerics, paired, wilson
 
@@ -175,7 +176,7 @@ def report_of(
     accuracy = {route: wilson(sum(r), n) for route, r in rights.items()}
     best = max(("sharer", "receiver"), key=lambda route: accuracy[route].value)
     gain = paired(rights["cache"], rights["receiver"], clusters, ratio=False)
-    retention = paired(rights["cache"], rights[best], clusters, ratio=True) if state.mode == "handover" else None
+    retention = _retention(measured, rights, best, state) if state.mode == "handover" else None
     latency = {route: _median(a.total_ms for a in said) for route, said in measured.answers.items()}
     safety, worse = _safety(measured)
     fair = _fair_baseline(others.bytes, latency)
@@ -224,12 +225,24 @@ def report_of(
         change_v=_by_layer([r.change_v for r in runs]),
         weight_bytes=dict(others.bytes),
         slices=_slices(rights, items),
-        notes=(*_notes(measured, best, state.mode), *notes),
+        notes=(*_notes(measured, best, state), *notes),
     )
 
 
-def _notes(measured: Measured, best: str, mode: str) -> list[str]:
-    found = [f"Retention is measured against {best}."] if mode == "handover" else []
+def _retention(measured: Measured, rights: Mapping[str, list[bool]], best: str, state: PairState) -> Interval:
+    """Against the better of the two that read everything. The same weights must say the same, right or wrong."""
+    if state.fuser != "identity":
+        return paired(rights["cache"], rights[best], measured.clusters, ratio=True)
+    both = zip(measured.answers["cache"], measured.answers["receiver"], strict=True)
+    return wilson(sum(ours.text == theirs.text for ours, theirs in both), len(measured.items))
+
+
+def _notes(measured: Measured, best: str, state: PairState) -> list[str]:
+    found = []
+    if state.fuser == "identity":
+        found = ["Retention is the share of answers that are the receiver's own, word for word."]
+    elif state.mode == "handover":
+        found = [f"Retention is measured against {best}."]
     found += [f"{count} items were left out: {why}." for why, count in measured.left_out.items()]
     if any(item.choices for item in measured.items):
         found.append("Questions with choices are answered by the likeliest letter.")

@@ -192,6 +192,7 @@ def test_an_identity_pair_is_verified_at_gain_zero(tmp_path: Path, tiny: Loaded)
     assert report.retention is not None
     assert (report.gain.value, report.retention.value) == (0.0, 1.0)
     assert 0.97 <= report.retention.low < 1.0
+    assert "word for word" in report.notes[0]
     assert pairs.read_report(folder) == report
     held = held_pair(folder, tiny, tiny)
     assert (held.state.verdict, held.state.retention) == ("verified", report.retention.low)
