@@ -31,6 +31,9 @@ model_list:
      litellm_params: {{model: openai/assistant, api_base: "{upstream}", api_key: sk-upstream}}}}
   - {{model_name: mixed, model_info: {{id: mixed-litellm}},
      litellm_params: {{model: anthropic/claude-x, api_key: sk-none, mock_response: "from litellm", order: 2}}}}
+  - {{model_name: brief, cache_params: {{pair: twin, timeout: 3}}, model_info: {{id: brief-cache}}}}
+  - {{model_name: brief, model_info: {{id: brief-http}},
+     litellm_params: {{model: openai/assistant, api_base: "{upstream}", api_key: sk-upstream}}}}
 models: [{{name: tiny, model: {model}}}]
 pairs: [{{name: twin, sharer: tiny, receiver: tiny, fuser: identity}}]
 workers: [{{name: w, spawn: true, models: [tiny], pairs: [twin], threads: 1, max_running: 2, max_queued: 2}}]
@@ -243,6 +246,37 @@ async def test_a_hang_up_frees_the_worker(router: Router) -> None:
         await asyncio.to_thread(until, lambda: not idle(router), 10)
         task.cancel()
         await asyncio.to_thread(until, lambda: idle(router), 10)
+
+
+def test_what_a_hanging_worker_has_not_begun_to_answer_goes_to_text_within_the_deadline(router: Router) -> None:
+    """A worker that stands still accepts connections and says nothing. Plain and streamed, a request is answered by text
+    once the pair's `timeout` of 3 s is over, long before the worker counts as dead; going on, it owes nobody anything.
+    """
+    state = worker(router)
+    assert state is not None
+    os.kill(state["pid"], signal.SIGSTOP)
+    try:
+        with client(router) as lab, ThreadPoolExecutor(2) as both:
+
+            def ask(**more: Any) -> tuple[str, Any]:
+                answer = lab.chat.completions.create(model="brief", messages=HELLO, **more)
+                if not more:
+                    return answer.choices[0].message.content or "", lane_of(answer)
+                return "".join(c.choices[0].delta.content or "" for c in answer if c.choices), lane_of(answer)
+
+            began = time.monotonic()
+            for text, lane in both.map(lambda more: ask(**more), ({}, {"stream": True})):
+                assert text == "hello"
+                assert lane.transport == "text"
+                tried = router.get(f"/v1/decisions/{lane.decision}", "sk-lab")["tries"]
+                assert [(t["deployment"], t["code"]) for t in tried] == [("brief-cache", "upstream_timeout")]
+            assert time.monotonic() - began < 15  # after 20 s of silence it would have been killed
+    finally:
+        os.kill(state["pid"], signal.SIGCONT)
+    until(lambda: idle(router))
+    still = worker(router)
+    assert still is not None
+    assert still["pid"] == state["pid"]
 
 
 def test_a_killed_worker_is_replaced_and_meanwhile_text_answers(router: Router) -> None:
