@@ -249,8 +249,8 @@ async def test_a_hang_up_frees_the_worker(router: Router) -> None:
 
 
 def test_what_a_hanging_worker_has_not_begun_to_answer_goes_to_text_within_the_deadline(router: Router) -> None:
-    """A worker that stands still accepts connections and says nothing. Plain and streamed, a request is answered by text
-    once the pair's `timeout` of 3 s is over, long before the worker counts as dead; going on, it owes nobody anything.
+    """A worker that stands still accepts connections and says nothing. Plain and streamed, a request is answered by
+    text once the pair's `timeout` of 3 s is over, before the worker counts as dead; going on, it owes nobody anything.
     """
     state = worker(router)
     assert state is not None

@@ -6,6 +6,7 @@ transformers' own DynamicCache grows by concatenation: every step copies all KV.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from workers.cache import KVCache
 from workers.fusers.base import KVShape
 
 _ROUND = 128  # slots: growing in small steps would copy often
+
+_UNBOUNDED = 1 << 62
 
 _asked = threading.local()
 
@@ -44,8 +47,17 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
 
     def __init__(self, owner: _Buffer, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner, self.index = owner, index
+        # Not a cycle: the KV of a prompt must go when its reader is done, not when a collector comes by.
+        self._owner = weakref.ref(owner)
+        self.index = index
         self.is_initialized = True
+
+    @property
+    def owner(self) -> _Buffer:
+        owner = self._owner()
+        if owner is None:
+            raise AssertionError("a layer is used while its buffer lives")
+        return owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the room is there from the start."""
@@ -53,13 +65,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.owner.given is not None:
-            key_states, value_states = self.owner.given[self.index]
-        if self.owner.gives_way:
+        owner = self.owner
+        if owner.given is not None:
+            key_states, value_states = owner.given[self.index]
+        if owner.gives_way:
             give_up: Callable[[], bool] | None = getattr(_asked, "give_up", None)
             if give_up is not None and give_up():
                 raise Interrupted
-        return self.owner.write(self.index, key_states, value_states)
+        return owner.write(self.index, key_states, value_states)
 
     def get_seq_length(self) -> int:
         return self.owner.seen
@@ -145,16 +158,19 @@ class Rows(_Buffer):
     def __init__(self, shape: KVShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, rows, _ROUND, dtype, device)
         self.device = device
+        self._most = 0
+        """Slots that any row has been said to need at most: room grows in large steps, but not beyond."""
         self.lengths: list[int] = []
         self.positions: list[int] = []
         """Of the next token of each row."""
         self.seen = 0
 
-    def join(self, kv: KVCache, position: int | None = None) -> int:
+    def join(self, kv: KVCache, position: int | None = None, most: int = _UNBOUNDED) -> int:
         """Copy a read prompt into the next free row; returns its number. The next token stands at `position`; None
-        means right behind the KV.
+        means right behind the KV. It will have at most `most` tokens.
         """
         row, tokens = len(self.lengths), len(kv)
+        self._most = max(self._most, most)
         self._reserve(row + 1, tokens + 1)
         for mine, new in zip((*self.keys, *self.values), (*kv.keys, *kv.values), strict=True):
             mine[row, :, :tokens] = new[0]
@@ -213,5 +229,5 @@ class Rows(_Buffer):
     def _reserve(self, rows: int, slots: int) -> None:
         if rows <= self.rows and slots <= self.slots:
             return
-        wanted = max(slots, self.slots * 2) if slots > self.slots else self.slots
+        wanted = max(slots, min(self.slots * 2, self._most)) if slots > self.slots else self.slots
         self._widen(max(rows, self.rows), -(-wanted // _ROUND) * _ROUND)

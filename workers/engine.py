@@ -35,7 +35,7 @@ from workers.packed import Packer
 from workers.prompt import Prompt
 from workers.protocol import Run
 from workers.response import Response
-from workers.runtime import Keep, Prefilled, Runtime, Steps, require_room
+from workers.runtime import Keep, Prefilled, Runtime, Spent, Steps, require_room
 from workers.sampling import Chosen, Sampler, Sampling
 from workers.shares import Line, Shares
 
@@ -133,7 +133,8 @@ class Job:
     """Tokens that its next step computes."""
     given_up: int = 0
     """Times in a row that this step was given up."""
-    prefilled: Prefilled | None = None
+    spent: Spent | None = None
+    """On its prompt, once that is read; the KV itself lies in the batch alone."""
     open: int = 0
     """Choices still running."""
     completion_tokens: int = 0
@@ -180,9 +181,10 @@ class Batch:
 
     def join(self, choice: Choice, prefilled: Prefilled, position: int) -> None:
         """The next token stands at `position`."""
-        self.rows.join(prefilled.kv, position)
+        most = position + choice.job.max_tokens
+        self.rows.join(prefilled.kv, position, most)
         if self.beside is not None and prefilled.beside is not None:
-            self.beside.join(prefilled.beside, position)
+            self.beside.join(prefilled.beside, position, most)
         self.choices.append(choice)
 
     def step(self) -> torch.Tensor:
@@ -510,7 +512,7 @@ class Engine:
     def _answer(self, job: Job, prefilled: Prefilled) -> None:
         """The prompt is read: choose first tokens, and let the choices join the batch."""
         job.first = self._clock()
-        job.prefilled = prefilled
+        job.spent = prefilled.spent
         self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
         asked, prompt = job.request.sampling, job.request.prompt
         # What is asked beside the models served here must not double their memory.
@@ -599,9 +601,9 @@ class Engine:
 
     def _account(self, job: Job) -> Run:
         now = self._clock()
-        if job.prefilled is None:
+        if job.spent is None:
             raise AssertionError("a job that ends has been read")
-        spent, asked, keep = job.prefilled.spent, job.request.sampling, job.request.keep
+        spent, asked, keep = job.spent, job.request.sampling, job.request.keep
         changed = spent.change
         return Run(
             queue_ms=(job.began - job.submitted) * 1e3,

@@ -165,7 +165,7 @@ def pair_needs(
     for sharer in sharers:
         parts = sharer.kept | parts
     if response:
-        beside = worker.max_running * context
+        beside = worker.places * context
         for role, model in (("sharer", sharers[0]), ("receiver", receiver)):
             parts["KV beside running answers", role, *model.name, model.layers] = beside * model.token
     read = sum(sharer.token for sharer in sharers) + receiver.token * (2 if own else 1)

@@ -55,10 +55,10 @@ class ResponseRows:
         streams = (response.sharer, response.receiver)
         self._theirs, self._own = (Rows(m.shape, 1, m.dtype, m.device) for m in streams)
 
-    def join(self, beside: Beside, position: int) -> None:
-        """A prompt is read; its next token stands at `position`."""
-        self._theirs.join(beside.source, position)
-        self._own.join(beside.own, position)
+    def join(self, beside: Beside, position: int, most: int) -> None:
+        """A prompt is read; its next token stands at `position`, and its last will be one of `most`."""
+        self._theirs.join(beside.source, position, most)
+        self._own.join(beside.own, position, most)
 
     def leave(self, row: int) -> None:
         """As `Rows.leave`."""

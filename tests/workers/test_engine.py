@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import queue
 import random
 import threading
@@ -409,3 +410,19 @@ def test_an_interrupted_forward_has_changed_nothing(tiny: Loaded) -> None:
         fresh.rows.join(plain.kv, len(ids))
         fresh.choices.append(Choice(None, 0, None, None, [5]))  # type: ignore[arg-type]
         assert torch.equal(again, fresh.step())
+
+
+def test_an_answer_takes_no_more_memory_than_it_may_grow_into(tiny: Loaded) -> None:
+    """While it runs the prompt's KV lies in the batch alone, and the room there ends with its last token: what a memory
+    budget counts on."""
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 512)}, max_running=1, threads=1)
+    engine.start()
+    asked = Asked(engine, some_ids(1100), max_tokens=200)
+    while not isinstance(asked.events.get(timeout=30), Text):
+        pass
+    read = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 4 and t.shape[:3] == (1, 2, 1100)]
+    (batch,) = engine._batches.values()
+    assert not read
+    assert asked.all()
+    assert batch.rows.slots == 1408  # 1300 in steps of 128; twice 1152 would be beyond the context
+    engine.close()

@@ -163,7 +163,9 @@ def test_fusing_the_answer_too_keeps_three_streams_of_it() -> None:
         memory.pair_needs([sharer], receiver, {}, config, cpu=False, own=True, response=response)
         for response in (False, True)
     )
-    assert sum(more.parts.values()) - sum(plain.parts.values()) == 4 * 1000 * (sharer.token + receiver.token)
+    assert sum(more.parts.values()) - sum(plain.parts.values()) == config.places * 1000 * (
+        sharer.token + receiver.token
+    )
     assert "KV beside running answers" in more.told()
 
 
