@@ -1,8 +1,8 @@
 """What a model or a pair will take once it serves: estimated from headers and configs before anything is loaded.
 
 Counted are weights, the second copy that packing makes of a decoder's widening layers, the fuser, the room that running
-answers can grow into, and the KV of one prompt while it is read (prompts are read one after the other). Not counted are
-activations, a few MB per chunk, and what the store keeps, which has a bound of its own.
+answers can grow into, and the KV of one prompt while it is read. Not counted are further prompts that are half read,
+one at most for each other tenant, activations, a few MB per chunk, and what the store keeps, which has its own bound.
 """
 
 from __future__ import annotations
