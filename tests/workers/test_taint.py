@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.workers.kvlab import empty, keys
 from tests.workers.test_runtime import Shifted, finish, some_ids
 from workers.config import RedisConfig, StoreConfig
 from workers.embedded import EmbeddedRedis
@@ -78,8 +79,7 @@ class History(RuleBasedStateMachine):
         self.plain: dict[str, set[tuple[int, ...]]] = {tenant: set() for tenant in TENANTS}
         self.left: list[KVStore] = []
         self.open()
-        assert self.store.index is not None
-        self.store.index._redis.flushall()
+        empty(self.lab.url)
         return some_ids(shared)
 
     def open(self) -> None:
@@ -163,10 +163,8 @@ class History(RuleBasedStateMachine):
                 assert held <= self._allowed(tenant)
 
     def _keys(self, tag: str) -> set[bytes]:
-        index = self.store.index
-        assert index is not None
         mark = f":{tag}:b:".encode()
-        return {key.split(mark, 1)[1] for key in index._redis.scan_iter("*", count=1000) if mark in key}
+        return {key.split(mark, 1)[1] for key in keys(self.lab.url) if mark in key}
 
     def _allowed(self, tenant: str) -> set[bytes]:
         """Ids of all that may be stored: plain texts with their answers, tainted prompts only as what was read alone
