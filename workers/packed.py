@@ -19,7 +19,11 @@ _PACKED_FOR = 8
 
 
 class PackedLinear(nn.Module):
-    """Computes what the layer it wraps computes, up to rounding; shares its weights."""
+    """Computes what the layer it wraps computes, up to rounding; shares its weights.
+
+    oneDNN's product has no gradient: where one is wanted, as when a fuser is trained through a model that an engine has
+    packed, the layer itself computes.
+    """
 
     def __init__(self, layer: nn.Linear, packed: torch.Tensor, rows: range) -> None:
         super().__init__()
@@ -29,7 +33,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // self.in_features
-        if rows not in self._rows:
+        if x.requires_grad or rows not in self._rows:
             return nn.functional.linear(x, self.weight, self.bias)
         return product(x, rows, self._packed, self.bias)
 
@@ -45,7 +49,7 @@ class PackedGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows in self._rows:
+        if rows in self._rows and not x.requires_grad:
             gate, up = product(x, rows, self._packed, None).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)

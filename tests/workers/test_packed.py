@@ -92,3 +92,19 @@ def test_a_model_already_packed_can_be_truncated(tiny_folder: object) -> None:
     Packer().pack(full.model)
     late, early = loader.load(cut), Loader("cpu").load(cut)
     assert generate(late, some_ids(20), 8) == generate(early, some_ids(20), 8)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 257])
+def test_gradients_pass_through_packed_layers(rows: int, threads: int) -> None:
+    """What a fuser learns through a model is the same whether an engine has packed the model or not."""
+    plain = nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 48), Gated())
+    packed = copy.deepcopy(plain)
+    assert Packer().pack(packed) >= 3
+    given = torch.randn(rows, 48)
+    found = []
+    for model in (plain, packed):
+        x = given.clone().requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
