@@ -134,7 +134,7 @@ async def run(presses: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presses", type=int, default=15)
+    parser.add_argument("--presses", type=int, default=8)
     asyncio.run(run(parser.parse_args().presses))
 
 
