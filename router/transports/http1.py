@@ -1,8 +1,7 @@
 """HTTP/1.1 to one server, over connections that are kept: POST a body, read the answer as it comes.
 
-The hot path's client. A general one spends as much on a request as everything else the router does with it; this one
-knows what the router needs and no more: no redirects, no cookies, no compression, no proxies. httptools (llhttp) reads
-the wire.
+The hot path's client: a general one is the largest part of what a request costs here. This one knows what the router
+needs and no more: no redirects, no cookies, no compression, no proxies. httptools (llhttp) reads the wire.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import httptools
 KEPT_S = 4.0
 """Seconds that an idle connection is used again. uvicorn's servers close theirs after 5: one picked up in that moment
 would fail."""
+HEAD = 2**16
+"""Bytes of status and headers that an answer may have."""
 HIGH = 2**18
 """Bytes of an answer that wait to be read before the server is made to wait."""
 
@@ -205,10 +206,13 @@ class Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._framed = False
         """The answer says where it ends; else it ends with the connection."""
+        self._head = 0
+        """Bytes that came before the answer began."""
 
     def post(self, request: bytes) -> Answer:
         """Send one request. The connection must be idle."""
         self._answer = answer = Answer(self.abort)
+        self._head = 0
         self._transport.write(request)
         return answer
 
@@ -226,9 +230,16 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # nothing was asked
+        answer = self._answer
+        if answer is None:  # nothing was asked
             self.abort()
             return
+        if not answer.status:
+            # The parser has no bound of its own: a head without end would fill memory.
+            self._head += len(data)
+            if self._head > HEAD + HIGH:  # a read may bring the beginning of the body along
+                answer.fail(Malformed("the head has no end"))
+                return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

@@ -227,6 +227,30 @@ async def test_a_slow_reader_makes_the_server_wait() -> None:
         assert answer.at_end
 
 
+@pytest.mark.parametrize(
+    "piece", [b"x-more: " + b"y" * 1000 + b"\r\n", b"y" * 1000], ids=["headers without end", "one header without end"]
+)
+async def test_a_head_without_end_is_not_read_for_ever(piece: bytes) -> None:
+    """A server that never ends its headers is told off within a bound, and the connection is given up."""
+    sent = 0
+
+    async def act(script: Script, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nx-first: ")
+        while sent < 64 * 2**20:
+            writer.write(piece)
+            sent += len(piece)
+            await writer.drain()
+
+    async with served(act) as (script, base), client(base) as server:
+        answer = await ask(server, base)
+        async with asyncio.timeout(20):
+            with pytest.raises(Malformed):
+                await answer.head()
+            await script.hung_up.wait()
+        assert sent < 32 * 2**20
+
+
 async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that was idle for too long is closed by itself, and not picked up."""
     monkeypatch.setattr(http1, "KEPT_S", 0.2)
