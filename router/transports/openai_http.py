@@ -166,7 +166,7 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
 
 
 class Bound:
-    """Ends an exchange that takes longer than so many seconds, for a tenth of what a timeout of asyncio's costs."""
+    """Ends an exchange that takes longer than so many seconds, with one timer: a timeout of asyncio's costs more."""
 
     __slots__ = ("_answer", "_late", "_seconds", "_task", "_timer")
 
