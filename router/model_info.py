@@ -15,6 +15,7 @@ def model_info(deployment: Deployment, *, admin: bool) -> dict[str, Any]:
         params = {"model": deployment.litellm_params.model}
         if admin:
             params = without_secrets(deployment.litellm_params.model_dump(mode="json", exclude_unset=True))
+            params |= {name: _without_login(params[name]) for name in ("api_base", "base_url") if params.get(name)}
     known = deployment.model_info.model_dump(mode="json", exclude_none=True)
     price = deployment.price
     return {
@@ -30,3 +31,10 @@ def model_info(deployment: Deployment, *, admin: bool) -> dict[str, Any]:
             "transport": deployment.transport,
         },
     }
+
+
+def _without_login(url: str) -> str:
+    """`http://USER:PASSWORD@HOST/` names a secret as well."""
+    scheme, mark, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" if mark else url
