@@ -99,7 +99,7 @@ class Peers:
             return web.Response(body=self._metrics.render())
 
         async def decision(request: web.Request) -> web.Response:
-            found = self._decisions.find(request.match_info["id"], request.query.get("tenant", ""))
+            found = self._decisions.find(request.query["id"], request.query["tenant"])
             return web.Response(body=found or b"", status=404 if found is None else 200)
 
         async def cooled(request: web.Request) -> web.Response:
@@ -114,7 +114,7 @@ class Peers:
         app.router.add_post("/cooled", cooled)
         app.router.add_post("/reload", again)
         app.router.add_get("/metrics", metrics)
-        app.router.add_get("/decisions/{id}", decision)
+        app.router.add_get("/decision", decision)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         path = self._member.socket(self._member.index)
@@ -132,8 +132,8 @@ class Peers:
         return added([self._metrics.render(), *others])
 
     async def decision(self, id: str, tenant: str) -> bytes | None:
-        """One that another process made."""
-        return next(iter(await self._ask("GET", f"/decisions/{id}", {"tenant": tenant})), None)
+        """One that another process made. `id` is the caller's: as part of a path it could name another tenant."""
+        return next(iter(await self._ask("GET", "/decision", {"id": id, "tenant": tenant})), None)
 
     async def _ask(self, method: str, path: str, query: dict[str, str]) -> list[bytes]:
         others = (i for i in range(self._member.count) if i != self._member.index)

@@ -20,7 +20,10 @@ import yaml
 from aiohttp import web
 
 from router.audit_verify import records, verify
-from router.peers import added
+from router.course import Decisions
+from router.peers import Member, Peers, added
+from router.telemetry import Metrics
+from router.transports.openai_http import Pools
 from tests.router.gateway import KEY, Seen, Upstream, deployment, failure, upstream
 from tests.running import ROOT, Router, free_port, until_ready
 
@@ -184,3 +187,28 @@ twolane_worker_kv_hits_total{worker="w"} 7
     assert values["twolane_stops"] == 1
     assert values["twolane_in_flight"] == 2
     assert values['twolane_worker_kv_hits_total{worker="w"}'] == 7
+
+
+@pytest.mark.parametrize(
+    "id", ["dec_1", "dec_1?tenant=bank", "dec_1&tenant=bank", "dec_1?tenant=bank#", "../decision?id=dec_1&tenant=bank"]
+)
+async def test_a_decision_is_found_for_its_own_tenant_alone(id: str, tmp_path: Path) -> None:
+    """Whatever a caller writes for an id, another process shows it no other tenant's decision."""
+    folder = str(tmp_path / "peers")
+    made = Decisions()
+    made.keep("dec_1", "bank", {"id": "dec_1"})
+
+    async def nothing(who: str) -> None:
+        """Nobody reloads here."""
+
+    pools = Pools()
+    one, two = (
+        Peers(Member(i, 2, -1, None, folder), pools, Metrics([], ()), decisions)
+        for i, decisions in enumerate((made, Decisions()))
+    )
+    try:
+        async with one.serving(lambda deployment, seconds: None, nothing):
+            assert await two.decision("dec_1", "bank") is not None
+            assert await two.decision(id, "lab") is None
+    finally:
+        await pools.close()
