@@ -16,6 +16,7 @@ whether it refuses, `obey` for whether it holds the words in `must`, `secret` fo
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,27 @@ class Item:
         return self.chat[-1:]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Items to ask, what a reader must know of where they come from, and the seeds that drew them."""
+
+    items: list[Item]
+    notes: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+    def drawn(self, most: int, seed: int) -> Chosen:
+        """At most so many of each kind, in the order they stand in. What is drawn of one depends on no other."""
+        by_kind: dict[str, list[int]] = {}
+        for place, item in enumerate(self.items):
+            by_kind.setdefault(item.kind, []).append(place)
+        taken: set[int] = set()
+        for kind, places in by_kind.items():
+            draw = random.Random(f"{seed}:{kind}")  # noqa: S311 - repeated, not secret
+            taken.update(draw.sample(places, min(most, len(places))))
+        note = f"Of each kind at most {most} items were drawn, {len(taken)} of {len(self.items)} in all."
+        return Chosen([self.items[place] for place in sorted(taken)], (*self.notes, note), (seed,))
+
+
 def read_items(file: Path) -> list[Item]:
     """Raises LoadFailed, naming the line and what is wrong with it."""
     try:
@@ -150,9 +172,13 @@ def _lettered(
     right = [LETTERS[line.choices.index(a)] for a in answers if a in line.choices]
     if not right:
         raise LoadFailed(f"{where}: the answer is none of the choices")
-    shown = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, line.choices, strict=False))
-    text = f"{messages[-1].content}\n\n{shown}\n\nAnswer with the letter only."
-    return (*messages[:-1], Said("user", text)), tuple(right)
+    return (*messages[:-1], Said("user", with_letters(messages[-1].content, line.choices))), tuple(right)
+
+
+def with_letters(question: str, choices: Sequence[str]) -> str:
+    """The question as it is asked: its choices below it, each with its letter."""
+    shown = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+    return f"{question}\n\n{shown}\n\nAnswer with the letter only."
 
 
 def digest_of_items(items: Sequence[Item]) -> str:

@@ -20,12 +20,13 @@ from workers.config import Fleet, ModelConfig, PairConfig
 from workers.counterfactual import otherwise
 from workers.engine import Engine
 from workers.errors import LoadFailed, WorkerError
-from workers.items import Item, digest_of_items, read_items
+from workers.items import Chosen, Item, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import PairFile, Party, Report
 from workers.pictures import picture
 from workers.prove import Others, measure_pair, report_of
+from workers.public_data import SOURCES, load_public, named
 from workers.report_text import told
 from workers.runtime import Alone, Runtime
 from workers.train_pair import Plan, train_pair
@@ -36,9 +37,15 @@ _CHUNK = 512
 @click.command("verify")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="JSONL to ask."
+    "--data", required=True, metavar="FILE|NAME[:SPLIT]", help=f"JSONL to ask, or one of {', '.join(SOURCES)}."
 )
-@click.option("--limit", type=click.IntRange(1), help="Ask the first so many items only.")
+@click.option(
+    "--data-from",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A copy of the named data set's parquet branch, where the hub cannot be reached.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Ask at most so many items of each kind (of NAME: each subject).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Draws them.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: the pair's folder.")
 @click.option("--baseline", help="Another model, to be better than at the same memory and time.")
 @click.option("--no-relay", is_flag=True, help="Leave out the text twin, which is the slowest route.")
@@ -51,18 +58,18 @@ _CHUNK = 512
 @click.option("--min-gain", type=float, default=0.0, show_default=True, help="Of a fuse pair, to be verified.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
-def verify_command(folder: Path, data: Path, **options: Any) -> None:
-    """Ask the items of a JSONL file by every route, and write report.json, report.txt and report.svg.
+def verify_command(folder: Path, data: str, **options: Any) -> None:
+    """Ask items by every route, and write report.json, report.txt and report.svg.
 
-    FOLDER is a pair's. The receiver, the sharer, the text twin and the pair answer the same items, and so do controls
-    whose sharer reads another text or says nothing. Use items that the pair was not trained on. Exit status 1 when the
-    verdict is not `verified`.
+    FOLDER is a pair's; items are those of a JSONL file, or of a public data set by its name. The receiver, the sharer,
+    the text twin and the pair answer the same items, and so do controls whose sharer reads another text or says
+    nothing. Use items that the pair was not trained on. Exit status 1 when the verdict is not `verified`.
     """
     if bool(options["control"]) != bool(options["train_data"]):
         raise click.UsageError("--control adapter and --train-data go together")
     try:
         quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-        report = _verify(folder, read_items(data)[: options["limit"]], options)
+        report = _verify(folder, _items(data, options), options)
     except WorkerError as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
@@ -73,6 +80,23 @@ def verify_command(folder: Path, data: Path, **options: Any) -> None:
     (out / "report.svg").write_text(picture(report), encoding="utf-8")
     click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
     sys.exit(0 if report.verdict == "verified" else 1)
+
+
+def _items(data: str, options: dict[str, Any]) -> Chosen:
+    """Of a file, or of a public data set where none is called so. Raises LoadFailed."""
+    copy: Path | None = options["data_from"]
+    public = None if Path(data).is_file() else named(data)
+    if public is not None:
+        found = load_public(*public, copy)
+    elif copy is not None:
+        raise click.UsageError(f"--data-from goes with one of {', '.join(SOURCES)}, and {data} is none of them")
+    elif Path(data).is_file():
+        found = Chosen(read_items(Path(data)))
+    else:
+        raise click.UsageError(
+            f"--data {data}: no such file, and no data set of that name; there are {', '.join(SOURCES)}"
+        )
+    return found if options["limit"] is None else found.drawn(options["limit"], options["seed"])
 
 
 def hold(folder: Path, loader: Loader) -> tuple[HeldPair, PairFile]:
@@ -93,7 +117,7 @@ def _model(party: Party) -> ModelConfig:
     )
 
 
-def _verify(folder: Path, items: list[Item], options: dict[str, Any]) -> Report:
+def _verify(folder: Path, found: Chosen, options: dict[str, Any]) -> Report:
     loader = Loader(options["device"])
     held, file = hold(folder, loader)
     with ExitStack() as stack:
@@ -103,14 +127,15 @@ def _verify(folder: Path, items: list[Item], options: dict[str, Any]) -> Report:
         stack.callback(engine.close)
         asker = Asker(engine, most=options["max_tokens"], hint=options["hint_tokens"])
         tell = stack.enter_context(_bar(options["as_json"]))
-        measured = measure_pair(held, items, asker, relay=not options["no_relay"], others=others, tell=tell)
+        measured = measure_pair(held, found.items, asker, relay=not options["no_relay"], others=others, tell=tell)
     return report_of(
         held,
         measured,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        seeds=found.seeds,
         others=others,
         min_gain=options["min_gain"],
-        notes=(f"The baseline is {options['baseline']}.",) if options["baseline"] else (),
+        notes=(*found.notes, *([f"The baseline is {options['baseline']}."] if options["baseline"] else ())),
     )
 
 
