@@ -20,7 +20,7 @@ from workers.report_text import told
 from workers.train import publish
 from workers.train_pair import Licences
 
-_REPORT = ("report.json", "report.txt", "report.svg")
+_REPORT = ("report.json", "report.txt", "report.svg", "report.png")
 
 
 def import_official(

@@ -24,7 +24,7 @@ from workers.items import Chosen, Item, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import PairFile, Party, Report
-from workers.pictures import picture
+from workers.pictures import picture, png, require_png
 from workers.prove import Others, measure_pair, report_of
 from workers.public_data import SOURCES, load_public, named
 from workers.report_text import told
@@ -47,6 +47,7 @@ _CHUNK = 512
 @click.option("--limit", type=click.IntRange(1), help="Ask at most so many items of each kind (of NAME: each subject).")
 @click.option("--seed", type=int, default=0, show_default=True, help="Draws them.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: the pair's folder.")
+@click.option("--png", "as_png", is_flag=True, help="Write report.png too; needs the extra `pictures`.")
 @click.option("--baseline", help="Another model, to be better than at the same memory and time.")
 @click.option("--no-relay", is_flag=True, help="Leave out the text twin, which is the slowest route.")
 @click.option("--control", type=click.Choice(["adapter"]), help="Train the fuser again without its sharer, and ask it.")
@@ -68,18 +69,27 @@ def verify_command(folder: Path, data: str, **options: Any) -> None:
     if bool(options["control"]) != bool(options["train_data"]):
         raise click.UsageError("--control adapter and --train-data go together")
     try:
+        if options["as_png"]:
+            require_png()
         quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
         report = _verify(folder, _items(data, options), options)
     except WorkerError as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
-    out = options["out"] or folder
+    _write(options["out"] or folder, report, as_png=options["as_png"])
+    click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
+    sys.exit(0 if report.verdict == "verified" else 1)
+
+
+def _write(out: Path, report: Report, *, as_png: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pairs.write(out, "report.json", report)
     (out / "report.txt").write_text(told(report) + "\n", encoding="utf-8")
     (out / "report.svg").write_text(picture(report), encoding="utf-8")
-    click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
-    sys.exit(0 if report.verdict == "verified" else 1)
+    if as_png:
+        (out / "report.png").write_bytes(png(report))
+    else:
+        (out / "report.png").unlink(missing_ok=True)  # one of an earlier report would say something else
 
 
 def _items(data: str, options: dict[str, Any]) -> Chosen:

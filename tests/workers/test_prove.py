@@ -6,7 +6,9 @@ has something that it knows.
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from router.cli import main
 from workers import pairs
@@ -30,7 +34,7 @@ from workers.items import Item, Said, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair, with_report
 from workers.pairs import FuserInfo, Interval, Report
-from workers.pictures import picture
+from workers.pictures import picture, png
 from workers.protocol import PairState
 from workers.prove import Measured, Others, compared, f1, mean_interval, measure_pair, report_of, sign_test
 from workers.report_text import told
@@ -208,7 +212,7 @@ def test_the_command_writes_text_json_and_a_picture(tmp_path: Path, tiny: Loaded
     rows += [{"messages": [{"role": "user", "content": "item " * 3000}], "answer": "long"}]
     data = written(tmp_path / "items.jsonl", rows)
     out = tmp_path / "out"
-    options = ("--max-tokens", "3", "--hint-tokens", "3", "--baseline", tiny.source, "--out", out)
+    options = ("--max-tokens", "3", "--hint-tokens", "3", "--baseline", tiny.source, "--out", out, "--png")
     result = command(folder, "--data", data, *options)
     assert (result.exit_code, result.stdout.splitlines()[0]) == (1, "unproven: 5 questions; at least 100 are needed")
     assert not (folder / "report.json").exists()
@@ -226,6 +230,35 @@ def test_the_command_writes_text_json_and_a_picture(tmp_path: Path, tiny: Loaded
     assert result.stdout.strip() == (out / "report.txt").read_text().strip() == told(report)
     texts = [e.text for e in ElementTree.fromstring((out / "report.svg").read_text()).iter() if e.text]
     assert routes <= set(texts)
+    viewed = ElementTree.fromstring((out / "report.svg").read_text()).attrib["viewBox"].split()
+    with Image.open(out / "report.png") as drawn:
+        assert drawn.size == tuple(2 * int(number) for number in viewed[2:])
+
+
+def test_the_png_shows_what_the_svg_shows() -> None:
+    """A bar for every route in its colour, as long as its share says, with words beside it that have ink."""
+    shares = {"receiver": Interval(0.25, 0.2, 0.3, 200), "cache": Interval(0.75, 0.7, 0.8, 200)}
+    report = Report(1, "f", "fuse", "verified", "why " * 60, DATE, "float32", "d", 200, accuracy=shares)
+    with Image.open(io.BytesIO(png(report))) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    for route, colour in (("receiver", (0x7A, 0x9E, 0x7E)), ("cache", (0x1B, 0x6C, 0xA8))):
+        rows, columns = np.nonzero((pixels == colour).all(axis=2))
+        assert (columns.max() - columns.min()) / 2 == pytest.approx(440 * shares[route].value, abs=2)
+        assert pixels[rows.min() : rows.max(), 20:200].min() < 128
+    assert picture(report).count("<text") == 3 + 2 * len(shares) + 1  # the reason takes three lines
+
+
+def test_a_png_without_pillow_is_refused_before_anything_is_asked(
+    tmp_path: Path, tiny: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to install is told, and nothing is written."""
+    folder = tmp_path / "pair"
+    publish(folder, "p", tiny, tiny, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
+    data = written(tmp_path / "items.jsonl", ROWS[:2])
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as where it is not installed
+    done = command(folder, "--data", data, "--png")
+    assert (done.exit_code, "pip install 'twolane-router[pictures]'" in done.stderr) == (1, True)
+    assert not (folder / "report.json").exists()
 
 
 def test_a_control_that_is_trained_without_its_sharer(tmp_path: Path, tiny: Loaded, other: Loaded) -> None:
