@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from router.admin_config import AdminConfig, Role
 from router.errors import Forbidden, RouterError, Unauthenticated
-from router.http import Header, bearer, picked
+from router.http import Header, bearer, first_of_each, header
 from router.settings import is_loopback
 from router.tenant_config import digest_key
 
@@ -95,7 +95,9 @@ class Admins:
             if not self._by_digest and _of_another_site(request.scope["headers"]):
                 # Without keys a browser on this machine would let any page press our buttons.
                 raise Forbidden("Pages of other sites may not ask this.", code="foreign_origin")
-            admin = self._authorized(bearer(request.scope["headers"]), RIGHTS[method, route.path], known_elsewhere)
+            admin = self._authorized(
+                bearer(first_of_each(request.scope["headers"])), RIGHTS[method, route.path], known_elsewhere
+            )
             request.state.admin = admin
             answer: Response = await handler(request)
             return answer
@@ -125,15 +127,15 @@ def _of_another_site(headers: list[Header]) -> bool:
     Of this router is what was loaded from this machine by the address that is asked now; a name that somebody else
     had resolved to this machine is not.
     """
-    told = picked(headers, {b"origin": "origin", b"host": "host"})
-    if "origin" not in told:
+    told = first_of_each(headers)
+    if b"origin" not in told:
         return False
     try:
-        origin = urlsplit(told["origin"])
+        origin = urlsplit(header(told, b"origin") or "")
         here = origin.hostname is not None and is_loopback(origin.hostname)
     except ValueError:
         return True
-    return not here or origin.netloc != told.get("host")
+    return not here or origin.netloc != header(told, b"host")
 
 
 def who(request: Request) -> str:

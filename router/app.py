@@ -26,7 +26,7 @@ from router.conversations import Conversations
 from router.course import Decisions
 from router.deployments import Deployment
 from router.dispatch import Dispatcher
-from router.endpoints import PATHS, Endpoint
+from router.endpoints import Endpoint
 from router.estimates import Estimates
 from router.gather import Gatherer
 from router.guardrails import Guardrails
@@ -38,6 +38,7 @@ from router.pages import Pages
 from router.passthrough import Passthrough
 from router.peers import Member, Peers, shared_socket
 from router.places import Allowance
+from router.server import HotProtocol
 from router.settings import ConfigError, Settings
 from router.shadow import Shadow
 from router.telemetry import Metrics, configure_logging, flush_requests
@@ -89,8 +90,8 @@ class App:
         self._seen = _stamp(path)
         self._litellm: LiteLLMThread | None = None
         self.endpoint = Endpoint(self._dispatcher(settings), parts.tenants, settings.max_body_bytes)
+        self._hot = {path.decode() for path in self.endpoint.hot}
         self._passthrough = Passthrough(self.endpoint)
-        self._hot = {f"{version}{path}" for version in ("", "/v1") for path in PATHS}
         pages = Pages(
             self.endpoint,
             fleet=parts.fleet,
@@ -408,7 +409,7 @@ def serve(settings: Settings, path: Path | str, among: str | None = None) -> Non
             host=settings.server.host,
             port=settings.server.port,
             loop="uvloop",
-            http="httptools",
+            http=HotProtocol.of(app.endpoint),
             ws="none",
             lifespan="on",
             proxy_headers=False,

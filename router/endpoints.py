@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -20,20 +21,22 @@ from router.course import Course
 from router.dispatch import Dispatcher
 from router.errors import BadRequest, RouterError, Unauthenticated, Unrecorded
 from router.http import (
+    AsgiCaller,
+    Caller,
     Gone,
     Header,
     Receive,
     Scope,
     Send,
-    Watch,
     as_value,
     bearer,
     encoded,
-    picked,
+    first_of_each,
+    header,
     read_all,
-    send_body,
-    send_error,
+    refuse,
 )
+from router.server import Exchange
 from router.telemetry import Event, Outcome, log_request
 from router.tenants import Tenant, TenantSource
 from router.transcript import transcript
@@ -45,14 +48,6 @@ PATHS = ("/chat/completions", "/completions", "/embeddings", "/responses")
 NO_KEY = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
 """The one sentence of every 401; it teaches nothing about keys."""
 
-_HEADERS = {
-    b"x-twolane-transport": "hint",
-    b"x-twolane-latency-budget-ms": "budget",
-    b"x-twolane-deployment": "pinned",
-    b"x-session-id": "session",
-    b"x-twolane-labels": "labels",
-    b"traceparent": "trace",
-}
 _HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
 _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -60,46 +55,64 @@ _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 class Endpoint:
     """Answers the routes of PATHS, with and without `/v1`. `dispatcher` is replaced as a whole on a reload."""
 
+    hot: Mapping[bytes, str] = {f"{version}{path}".encode(): path for version in ("", "/v1") for path in PATHS}
+    """Those of PATHS by path as it is asked for."""
+
     def __init__(self, dispatcher: Dispatcher, tenants: TenantSource, max_body: int) -> None:
         self.dispatcher = dispatcher
         self.tenants = tenants
         self.max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = AsgiCaller(receive, send)
+        read = partial(read_all, receive, scope["headers"], self.max_body)
+        call = await self.call(caller, scope["path"].removeprefix("/v1"), first_of_each(scope["headers"]), read)
+        if call is not None:
+            with caller:
+                await self.answer(call, caller, Streaming)
+
+    async def answer_hot(self, exchange: Exchange) -> None:
+        """Answer a request whose body has come, over a way without ASGI."""
+        call = await self.call(exchange, exchange.path, exchange.headers, exchange.body)
+        if call is not None:
+            await self.answer(call, exchange, Streaming)
+
+    async def call(
+        self, caller: Caller, path: str, headers: Mapping[bytes, bytes], body: bytes | Callable[[], Awaitable[bytes]]
+    ) -> Call | None:
+        """The request; None of one that was refused, or whose caller is gone.
+
+        A body that is still to be read is read once it is known who asks.
+        """
         started = time.perf_counter()
         id = new_id()
         tenant: Tenant | None = None
         try:
-            tenant = authenticate(self.tenants, scope["headers"])
-            body = await read_all(receive, scope["headers"], self.max_body)
-            call = read_call(id, tenant, scope, body, started)
+            tenant = authenticate(self.tenants, headers)
+            return read_call(id, tenant, headers, body if isinstance(body, bytes) else await body(), started, path)
         except RouterError as error:
             self.refused(id, tenant, error, started)
-            await send_error(send, error, {"x-twolane-decision": id})
-            return
+            await refuse(caller, error, {"x-twolane-decision": id})
         except Gone:
-            return
-        with Watch(receive) as watch:
-            await self.answer(call, send, watch, Streaming)
+            pass
+        return None
 
-    async def answer(self, call: Call, send: Send, watch: Watch, streaming: type[Streaming]) -> None:
+    async def answer(self, call: Call, caller: Caller, streaming: type[Streaming]) -> None:
         """Run a call and send what comes of it."""
         dispatcher = self.dispatcher
         try:
             course = await dispatcher.dispatch(call)
         except RouterError as error:
-            watch.over()
-            await send_error(send, error, {"x-twolane-decision": call.id, "x-litellm-call-id": call.id})
+            await refuse(caller, error, {"x-twolane-decision": call.id, "x-litellm-call-id": call.id})
             return
         except Exception as error:
             log.exception("request_failed", request_id=call.id, error=type(error).__name__)
-            watch.over()
-            await send_error(send, RouterError("The router failed.", code="internal_error"), {})
+            await refuse(caller, RouterError("The router failed.", code="internal_error"), {})
             return
         if course.reply is not None and course.reply.frames is not None:
-            await streaming(dispatcher, course, send, watch).run()
+            await streaming(dispatcher, course, caller).run()
         else:
-            await _send_plain(dispatcher, course, send, watch)
+            await _send_plain(dispatcher, course, caller)
 
     def refused(self, id: str, tenant: Tenant | None, error: RouterError, started: float) -> None:
         """Count and log a request that never became a call."""
@@ -116,29 +129,27 @@ class Endpoint:
         log_request(event)
 
 
-async def _send_plain(dispatcher: Dispatcher, course: Course, send: Send, watch: Watch) -> None:
+async def _send_plain(dispatcher: Dispatcher, course: Course, caller: Caller) -> None:
     reply = course.reply
     assert reply is not None  # noqa: S101  (the dispatcher's promise)
     try:
         await dispatcher.finish(course, "ok")
     except Unrecorded as error:
-        watch.over()
-        await send_error(send, error, {"x-twolane-decision": course.call.id})
+        await refuse(caller, error, {"x-twolane-decision": course.call.id})
         return
-    watch.over()
-    await send_body(send, reply.status, reply.body, answer_headers(course), reply.content_type.encode("latin-1"))
+    head = [(b"content-type", reply.content_type.encode("latin-1")), *answer_headers(course)]
+    await caller.whole(reply.status, head, reply.body)
 
 
 class Streaming:
     """One streamed answer on its way to the caller. The last frame waits until the books are closed."""
 
-    def __init__(self, dispatcher: Dispatcher, course: Course, send: Send, watch: Watch) -> None:
+    def __init__(self, dispatcher: Dispatcher, course: Course, caller: Caller) -> None:
         assert course.reply is not None  # noqa: S101  (the dispatcher's promise)
         self._dispatcher = dispatcher
         self._course = course
         self._reply = course.reply
-        self._send = send
-        self._watch = watch
+        self._caller = caller
         self._said: list[bytes] | None = [] if course.sampled or dispatcher.keeps_answer(course.call) else None
         course.said = self._said
         self._hold = dispatcher.holds_stream(course.call)
@@ -149,7 +160,7 @@ class Streaming:
         try:
             head = [(b"content-type", self._reply.content_type.encode("latin-1")), *_STREAM]
             head += answer_headers(self._course)
-            await self._send({"type": "http.response.start", "status": self._reply.status, "headers": head})
+            await self._caller.begin(self._reply.status, head)
             last = await self._relay()
             outcome = "cut" if self._reply.error else "ok"
             await self._end(outcome, last)
@@ -172,7 +183,7 @@ class Streaming:
                 if last:
                     held = frame
                 else:
-                    await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+                    await self._caller.piece(frame)
         except Unrecorded as error:
             self._reply.error = error.code
             return error_frame(error)
@@ -187,8 +198,7 @@ class Streaming:
             await self._dispatcher.finish(self._course, outcome, answer=self._answer())
         except Unrecorded as error:
             last = error_frame(error)
-        self._watch.over()
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._caller.end(last)
 
     def _answer(self) -> bytes | None:
         if self._said is None:
@@ -203,7 +213,7 @@ def new_id() -> str:
     return f"dec_{random.getrandbits(96):024x}"
 
 
-def authenticate(tenants: TenantSource, headers: list[Header]) -> Tenant:
+def authenticate(tenants: TenantSource, headers: Mapping[bytes, bytes]) -> Tenant:
     """Who asks. Raises Unauthenticated, the same for every cause."""
     tenant = tenants.find(bearer(headers))
     if tenant is None:
@@ -218,19 +228,18 @@ def refuse_another_model(fields: Iterable[str]) -> None:
             raise BadRequest(f"{name!r} is not a field; did you mean 'model'?", param=name, code="unknown_field")
 
 
-def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float, path: str | None = None) -> Call:
+def read_call(id: str, tenant: Tenant, headers: Mapping[bytes, bytes], body: bytes, started: float, path: str) -> Call:
     """The request as the dispatcher wants it. Raises BadRequest naming the field or header."""
     fields = read_body(body)
     model = read_text(fields, "model")
     refuse_another_model(fields)
     if not model:
         raise BadRequest("'model' must name a model group.", param="model", code="missing_model")
-    path = path or scope["path"].removeprefix("/v1")
     stream = read_flag(fields, "stream")
     return made_call(
         id,
         tenant,
-        scope["headers"],
+        headers,
         fields,
         started,
         model=model,
@@ -243,7 +252,7 @@ def read_call(id: str, tenant: Tenant, scope: Scope, body: bytes, started: float
 def made_call(
     id: str,
     tenant: Tenant,
-    headers: list[Header],
+    headers: Mapping[bytes, bytes],
     fields: dict[str, msgspec.Raw],
     started: float,
     *,
@@ -254,7 +263,6 @@ def made_call(
     raw: Raw | None = None,
 ) -> Call:
     """With what the headers say. Raises BadRequest naming the header."""
-    told = picked(headers, _HEADERS)
     return Call(
         id=id,
         tenant=tenant,
@@ -264,22 +272,21 @@ def made_call(
         stream=stream,
         include_usage=include_usage,
         started=started,
-        hint=_hint(told.get("hint")),
-        budget_ms=_budget(told.get("budget")),
-        pinned=told.get("pinned") or None,
-        session=told.get("session") or None,
+        hint=_hint(header(headers, b"x-twolane-transport")),
+        budget_ms=_budget(header(headers, b"x-twolane-latency-budget-ms")),
+        pinned=header(headers, b"x-twolane-deployment"),
+        session=header(headers, b"x-session-id"),
         subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, headers),
-        told_labels=told.get("labels") or None,
+        told_labels=header(headers, b"x-twolane-labels"),
         raw=raw,
-        trace=told.get("trace"),
+        trace=header(headers, b"traceparent"),
     )
 
 
-def read_subject(where: str, fields: dict[str, msgspec.Raw], headers: list[Header]) -> str | None:
+def read_subject(where: str, fields: dict[str, msgspec.Raw], headers: Mapping[bytes, bytes]) -> str | None:
     """The person a request is about; None where it names none. Raises BadRequest where the field is no text."""
     if where.startswith("header:"):
-        name = where.removeprefix("header:").lower().encode()
-        return picked(headers, {name: "subject"}).get("subject") or None
+        return header(headers, where.removeprefix("header:").lower().encode())
     return read_text(fields, where) or None
 
 

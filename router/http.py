@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from router.errors import BadRequest, RouterError
 
@@ -23,22 +23,25 @@ class Gone(Exception):
     """The caller hung up before its request was read."""
 
 
-def bearer(headers: Iterable[Header]) -> str | None:
+def first_of_each(headers: list[Header]) -> dict[bytes, bytes]:
+    """Headers by lower-case name; of several of one name the first counts."""
+    found = dict(headers)
+    return found if len(found) == len(headers) else dict(reversed(headers))
+
+
+def bearer(headers: Mapping[bytes, bytes]) -> str | None:
     """The key of `Authorization: Bearer KEY`; None where there is none. No other place is looked at."""
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            return key.strip() or None if scheme.lower() == "bearer" else None
-    return None
+    value = headers.get(b"authorization")
+    if value is None:
+        return None
+    scheme, _, key = value.decode("latin-1").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
 
 
-def picked(headers: Iterable[Header], wanted: Mapping[bytes, str]) -> dict[str, str]:
-    """Values of the wanted headers under the names they are given here; the first of each counts."""
-    found: dict[str, str] = {}
-    for name, value in headers:
-        if name in wanted:
-            found.setdefault(wanted[name], value.decode("latin-1").strip())
-    return found
+def header(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    """The value without blanks around it; None where there is none, or nothing but blanks."""
+    value = headers.get(name)
+    return value.decode("latin-1").strip() or None if value is not None else None
 
 
 async def read_all(receive: Receive, headers: Iterable[Header], limit: int) -> bytes:
@@ -81,16 +84,74 @@ def as_value(text: str) -> bytes:
     return text.encode("ascii", "backslashreplace").replace(b"\n", b" ").replace(b"\r", b" ")
 
 
-async def send_body(send: Send, status: int, body: bytes, headers: list[Header], content_type: bytes = _JSON) -> None:
-    """One whole answer."""
-    head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+def head_lines(headers: Iterable[Header]) -> bytes:
+    """Headers as they stand in an answer. Raises ValueError for a line end in one."""
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    block = b"".join(lines)
+    if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines) or b"\0" in block:
+        raise ValueError("a header holds a line end")
+    return block
 
 
-async def send_error(send: Send, error: RouterError, headers: Mapping[str, str] | None = None) -> None:
+class Caller(Protocol):
+    """Who asked, to be answered once: whole, or in pieces. One who hangs up before the end cancels the answering task.
+
+    Nothing fails because the caller is gone: what is said then goes nowhere.
+    """
+
+    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        """One whole answer."""
+
+    async def begin(self, status: int, headers: list[Header]) -> None:
+        """The head of an answer in pieces."""
+
+    async def piece(self, body: bytes) -> None:
+        """A piece of it, once the caller has room for that."""
+
+    async def end(self, body: bytes) -> None:
+        """The last piece."""
+
+    def over(self) -> None:
+        """All is said, and a closed connection no hang-up. `whole` and `end` say so themselves."""
+
+
+async def refuse(caller: Caller, error: RouterError, headers: Mapping[str, str]) -> None:
     """A failure in OpenAI's shape."""
-    await send_body(send, error.status, error.body(), encoded({**(headers or {}), **error.headers}))
+    head = [(b"content-type", _JSON), *encoded({**headers, **error.headers})]
+    await caller.whole(error.status, head, error.body())
+
+
+class AsgiCaller:
+    """Who asked, behind an ASGI server. A context manager to put around the answer, once the body has been read."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._watch = Watch(receive)
+
+    def __enter__(self) -> AsgiCaller:
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+        return self._watch.__exit__(kind, *rest)
+
+    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        self.over()
+        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def begin(self, status: int, headers: list[Header]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def piece(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes) -> None:
+        self.over()
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def over(self) -> None:
+        self._watch.over()
 
 
 class Watch:

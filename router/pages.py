@@ -24,7 +24,7 @@ from router.admins import Admins, who
 from router.course import decision_view
 from router.endpoints import PATHS, Endpoint, authenticate, new_id, read_call
 from router.errors import BadRequest, RouterError, UnknownModel, Unrecorded
-from router.http import bearer, read_all
+from router.http import bearer, first_of_each, read_all
 from router.kv_admin import KVAdmin
 from router.limits import Limits
 from router.model_info import model_info
@@ -99,7 +99,7 @@ class Pages:
         return [Route(f"{version}{path}", handler, methods=[method]) for version in ("", "/v1")]
 
     def _tenant(self, request: Request) -> Tenant:
-        return authenticate(self._endpoint.tenants, request.scope["headers"])
+        return authenticate(self._endpoint.tenants, first_of_each(request.scope["headers"]))
 
     def _is_tenant(self, key: str | None) -> bool:
         return self._endpoint.tenants.find(key) is not None
@@ -126,7 +126,7 @@ class Pages:
 
     async def model_info(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        admin = self._admins.find(bearer(request.scope["headers"])) is not None
+        admin = self._admins.find(bearer(first_of_each(request.scope["headers"]))) is not None
         wanted = request.query_params.get("litellm_model_id")
         data = [
             model_info(deployment, admin=admin)
@@ -153,7 +153,8 @@ class Pages:
         started = time.perf_counter()
         tenant = self._tenant(request)
         body = await read_all(request.receive, request.scope["headers"], self._endpoint.max_body)
-        call = read_call(new_id(), tenant, request.scope, body, started, path="/chat/completions")
+        headers = first_of_each(request.scope["headers"])
+        call = read_call(new_id(), tenant, headers, body, started, "/chat/completions")
         await self._endpoint.dispatcher.label(call)
         facts, decision = self._endpoint.dispatcher.decide(call)
         return _json(decision_view(call, facts, decision))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from urllib.parse import unquote_plus
 
 from router.call import Call, Raw
 from router.endpoints import Endpoint, Streaming, authenticate, made_call, new_id, refuse_another_model
 from router.errors import BadRequest, Forbidden, RouterError
 from router.form import boundary_of
-from router.http import Gone, Header, Receive, Scope, Send, Watch, picked, read_all, send_error
+from router.http import AsgiCaller, Gone, Header, Receive, Scope, Send, first_of_each, header, read_all, refuse
 from router.telemetry import Outcome
 from router.tenants import Tenant
 from router.transports.raw_http import EVENTS, JSON
@@ -39,7 +40,6 @@ _PASSED = frozenset(
     }
 )
 """Request headers that reach the upstream; keys, cookies, hop-by-hop ones and everything unknown do not."""
-_TOLD = {b"x-twolane-model": "model", b"x-twolane-deployment": "pinned", b"content-type": "type", b"x-api-key": "key"}
 _MOST_KEPT = 16 * 2**20
 """Bytes of a streamed answer of events that a record may hold."""
 
@@ -63,20 +63,20 @@ class Passthrough:
             call = await self._read(id, tenant, scope, receive, started)
         except RouterError as error:
             self._endpoint.refused(id, tenant, error, started)
-            await send_error(send, error, {"x-twolane-decision": id})
+            await refuse(AsgiCaller(receive, send), error, {"x-twolane-decision": id})
             return
         except Gone:
             return
         upload = None if call.raw is None else call.raw.upload
-        with Watch(receive if upload is None else upload.after) as watch:
-            await self._endpoint.answer(call, send, watch, RawStreaming)
+        with AsgiCaller(receive if upload is None else upload.after, send) as caller:
+            await self._endpoint.answer(call, caller, RawStreaming)
 
     def _who(self, scope: Scope) -> Tenant:
         """Anthropic's clients send their key as `x-api-key`."""
-        headers: list[Header] = scope["headers"]
-        key = picked(headers, _TOLD).get("key")
-        if key and b"/messages" in scope["raw_path"] and not any(name == b"authorization" for name, _ in headers):
-            headers = [(b"authorization", b"Bearer " + key.encode("latin-1"))]
+        headers = first_of_each(scope["headers"])
+        key = header(headers, b"x-api-key")
+        if key and b"/messages" in scope["raw_path"] and b"authorization" not in headers:
+            headers = {b"authorization": b"Bearer " + key.encode("latin-1")}
         return authenticate(self._endpoint.tenants, headers)
 
     async def _read(self, id: str, tenant: Tenant, scope: Scope, receive: Receive, started: float) -> Call:
@@ -87,19 +87,21 @@ class Passthrough:
                 code="regulated_not_recorded",
             )
         headers: list[Header] = scope["headers"]
-        told = picked(headers, _TOLD)
+        told = first_of_each(headers)
+        kind = header(told, b"content-type") or ""
         target, named = _target(scope)
         path = target.partition("?")[0]
         fields, upload = {}, None
-        if _is_json(headers, told.get("type", "")):
+        if _is_json(headers, kind):
             body = await read_all(receive, headers, self._endpoint.max_body)
             fields = read_body(body) if body else {}
             refuse_another_model(fields)
             named = read_text(fields, "model") or named
         else:
-            upload = await self._upload(receive, headers, told.get("type", ""), path)
+            upload = await self._upload(receive, told, kind, path)
             named = upload.said or named
-        model = named or told.get("model") or self._only(tenant, told.get("pinned"))
+        model = named or header(told, b"x-twolane-model")
+        model = model or self._only(tenant, header(told, b"x-twolane-deployment"))
         if upload is not None:
             upload.said = upload.said or model
         raw = Raw(
@@ -109,10 +111,10 @@ class Passthrough:
             upload=None if upload is None or upload.empty else upload,
         )
         stream = read_flag(fields, "stream")
-        return made_call(id, tenant, headers, fields, started, model=model, path=path, stream=stream, raw=raw)
+        return made_call(id, tenant, told, fields, started, model=model, path=path, stream=stream, raw=raw)
 
-    async def _upload(self, receive: Receive, headers: list[Header], kind: str, path: str) -> Upload:
-        length = picked(headers, {b"content-length": "length"}).get("length", "")
+    async def _upload(self, receive: Receive, headers: Mapping[bytes, bytes], kind: str, path: str) -> Upload:
+        length = header(headers, b"content-length") or ""
         is_form = kind.lower().startswith("multipart/")
         upload = Upload(
             receive,
@@ -196,7 +198,7 @@ class RawStreaming(Streaming):
             size += len(piece)
             if self._said is not None and size <= _MOST_KEPT:
                 self._said.append(piece)
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._caller.piece(piece)
         if self._reply.error is None or not self._events:
             return b""
         failure = RouterError("The answer broke off.", type="upstream_error", code=self._reply.error)
@@ -207,7 +209,7 @@ class RawStreaming(Streaming):
             await super()._end(outcome, last)
             return
         await self._dispatcher.finish(self._course, outcome, answer=self._answer())
-        self._watch.over()  # and no last piece: the server closes the connection, which says that more should come
+        self._caller.over()  # and no last piece: the server closes the connection, which says that more should come
 
     def _answer(self) -> bytes | None:
         return None if self._said is None else b"".join(self._said)

@@ -16,6 +16,7 @@ import yaml
 from aiohttp import web
 
 from router.app import App, create_app
+from router.server import HotProtocol
 from router.settings import load_text
 from router.transports.cache import Fleet
 
@@ -207,10 +208,11 @@ async def router(
             app,
             host="127.0.0.1",
             port=0,
-            http="httptools",
+            http=HotProtocol.of(app.endpoint),
             ws="none",
             lifespan="on",
             proxy_headers=False,
+            access_log=False,
             log_config=None,
         )
     )

@@ -1,0 +1,227 @@
+"""uvicorn's server with a shorter way for the hot routes: from the wire to the endpoint and back, without ASGI.
+
+A request takes it when its head says all there is to know: a POST to a hot route by HTTP/1.1, kept alive, with a short
+body of known length, and nothing else under way on its connection. All others go through uvicorn as it is, and
+connections, pipelining, flow control, keep-alive and shutdown are uvicorn's for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import structlog
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.errors import RouterError
+from router.http import Caller, Header, first_of_each, head_lines, refuse
+
+log = structlog.get_logger("twolane.router")
+
+
+class Hot(Protocol):
+    """Who answers some routes without ASGI."""
+
+    @property
+    def hot(self) -> Mapping[bytes, str]:
+        """Those routes, by path as it is asked for."""
+
+    @property
+    def max_body(self) -> int:
+        """Bytes; a longer body is left to the application behind ASGI."""
+
+    async def answer_hot(self, exchange: Exchange) -> None:
+        """Answer one request, whole or in pieces."""
+
+
+class Exchange(Caller):
+    """One request of a hot route, and its answer."""
+
+    __slots__ = (
+        "_begun",
+        "_connection",
+        "_gone",
+        "_task",
+        "body",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "path",
+        "response_complete",
+    )
+
+    def __init__(self, connection: HotProtocol, path: str, headers: dict[bytes, bytes]) -> None:
+        self.path = path
+        self.headers = headers
+        self.body = b""
+        self.keep_alive = True
+        """uvicorn clears it when the server shuts down."""
+        self.response_complete = False
+        self.disconnected = False
+        self._connection = connection
+        self._begun = False
+        self._gone = False
+        self._task: asyncio.Task[None] | None = None
+        """What a hang-up cancels."""
+
+    # -- for who answers
+
+    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        self._task = None
+        if not self.disconnected:
+            self._begun = True
+            self._end(self._head(status, headers, b"content-length: %d\r\n" % len(body)) + body)
+
+    async def begin(self, status: int, headers: list[Header]) -> None:
+        if not self.disconnected:
+            self._begun = True
+            self._connection.transport.write(self._head(status, headers, b"transfer-encoding: chunked\r\n"))
+
+    async def piece(self, body: bytes) -> None:
+        connection = self._connection
+        if connection.flow.write_paused and not self.disconnected:
+            await connection.flow.drain()
+        if body and not self.disconnected:
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def end(self, body: bytes) -> None:
+        await self.piece(b"")
+        self._task = None
+        if not self.disconnected:
+            self._end(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")
+
+    def over(self) -> None:
+        self._task = None
+
+    # -- for the connection
+
+    def begins(self) -> None:
+        """All of the request has come."""
+        self._task = task = self._connection.loop.create_task(self._run())
+        self._connection.tasks.add(task)
+
+    def gone(self) -> None:
+        """The caller hung up."""
+        self.disconnected = True
+        if self._task is not None:
+            self._gone = True
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        connection, task = self._connection, self._task
+        try:
+            await connection.answering.answer_hot(self)
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+        except Exception as error:
+            log.exception("request_failed", error=type(error).__name__)
+            if not self._begun:
+                await refuse(self, RouterError("The router failed.", code="internal_error"), {})
+        finally:
+            if task is not None:
+                connection.tasks.discard(task)
+            if not self.response_complete and not self.disconnected:
+                connection.transport.close()  # less than was said to come: whoever reads must see that
+
+    def _head(self, status: int, headers: list[Header], framing: bytes) -> bytes:
+        closing = b"" if self.keep_alive else b"connection: close\r\n"
+        lines = head_lines(headers)
+        return b"%b%b%b%b%b\r\n" % (STATUS_LINE[status], self._connection.common_lines(), lines, framing, closing)
+
+    def _end(self, last: bytes) -> None:
+        connection = self._connection
+        connection.transport.write(last)
+        self.response_complete = True
+        if not self.keep_alive:
+            connection.transport.close()
+        connection.on_response_complete()
+
+
+class HotProtocol(HttpToolsProtocol):
+    """One connection. `of` gives the class for who answers."""
+
+    answering: ClassVar[Hot]
+
+    @classmethod
+    def of(cls, answering: Hot) -> type[HotProtocol]:
+        """For uvicorn's `http`."""
+        return type("HotProtocol", (cls,), {"answering": answering})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plain = not self.root_path and self.limit_concurrency is None and not self.config.access_log
+        self._hot: Mapping[bytes, str] = self.answering.hot if plain else {}
+        self._exchange: Exchange | None = None
+        """The last that came this way."""
+        self._common: tuple[list[Header], bytes] = ([], b"")
+
+    def common_lines(self) -> bytes:
+        """The headers of every answer, as lines; uvicorn makes new ones each second."""
+        headers = self.server_state.default_headers
+        if headers is not self._common[0]:
+            self._common = (headers, head_lines(headers))
+        return self._common[1]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        exchange = self._exchange
+        if exchange is not None:
+            if not exchange.response_complete:
+                exchange.gone()
+            if self.cycle is exchange:  # type: ignore[comparison-overlap]
+                self.cycle = None  # type: ignore[assignment]
+        super().connection_lost(exc)
+
+    # -- httptools
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_headers_complete(self) -> None:
+        path = self._hot.get(self.url)
+        headers = first_of_each(self.headers)
+        if path is None or not self._takes(headers):
+            self._by_asgi()
+            return
+        # uvicorn asks of what it takes for its own cycle only what `Exchange` has as well.
+        self._exchange = exchange = Exchange(self, path, headers)
+        self.cycle = exchange  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None or self.cycle is not exchange:  # type: ignore[comparison-overlap]
+            super().on_body(body)
+        else:
+            exchange.body = exchange.body + body if exchange.body else body
+
+    def on_message_complete(self) -> None:
+        exchange = self._exchange
+        if exchange is None or self.cycle is not exchange:  # type: ignore[comparison-overlap]
+            super().on_message_complete()
+        else:
+            exchange.begins()
+
+    def _takes(self, headers: Mapping[bytes, bytes]) -> bool:
+        length = headers.get(b"content-length", b"")
+        return (
+            length.isdigit()
+            and len(length) < 9
+            and int(length) <= min(HIGH_WATER_LIMIT, self.answering.max_body)
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.expect_100_continue
+            and b"upgrade" not in headers
+            and self.parser.get_method() == b"POST"
+            and self.parser.should_keep_alive()
+            and self.parser.get_http_version() == "1.1"
+        )
+
+    def _by_asgi(self) -> None:
+        url, expected, headers = self.url, self.expect_100_continue, self.headers
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expected
+        self.headers = self.scope["headers"] = headers
+        super().on_headers_complete()

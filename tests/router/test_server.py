@@ -1,0 +1,244 @@
+"""The server's two ways: whatever a request looks like on the wire, its answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from router.server import Exchange
+from tests.router.gateway import KEY, Router, Seen, Upstream, chunk, deployment, plain, router, until, upstream
+
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+STREAM = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+
+
+@pytest.fixture
+async def up() -> AsyncIterator[Upstream]:
+    async with upstream() as state:
+        yield state
+
+
+@pytest.fixture
+async def door(tmp_path: Path, up: Upstream) -> AsyncIterator[Router]:
+    async with router(tmp_path, {"model_list": [deployment("m", up)]}) as running:
+        running.app.endpoint.max_body = 100_000
+        yield running
+
+
+class Wire:
+    """A bare connection to the router."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the next answer."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in head[1:-2])
+        if "content-length" in headers:
+            return int(head[0].split()[1]), headers, await self.reader.readexactly(int(headers["content-length"]))
+        body = b""
+        while size := int(await self.reader.readline(), 16):
+            body += await self.reader.readexactly(size)
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+        return int(head[0].split()[1]), headers, body
+
+
+@contextlib.asynccontextmanager
+async def wire(door: Router) -> AsyncIterator[Wire]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+
+
+def post(body: bytes = BODY, *lines: str, version: str = "1.1", sized: bool = True) -> bytes:
+    told = [f"authorization: Bearer {KEY}", *lines, *([f"content-length: {len(body)}"] if sized else [])]
+    head = "\r\n".join([f"POST /v1/chat/completions HTTP/{version}", "host: x", *told])
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def chunked(body: bytes) -> bytes:
+    pieces = [body[at : at + 7] for at in range(0, len(body), 7)]
+    framed = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return post(framed + b"0\r\n\r\n", "transfer-encoding: chunked", sized=False)
+
+
+WAYS = {
+    "hot": post(),
+    "chunked": chunked(BODY),
+    "closing": post(BODY, "connection: close"),
+    "1.0": post(BODY, version="1.0"),
+    "expect": post(BODY, "expect: 100-continue"),
+    "twice": post(BODY, "x-twolane-transport: text", "x-twolane-transport: cache"),
+    "long": post(json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi" * 40_000}]}).encode()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_gives_the_same_answer(door: Router, up: Upstream, way: str) -> None:
+    """A request is answered alike however it is framed, in whatever reads it comes, and whether ASGI is passed."""
+    for cut in (max(1, len(WAYS[way]) // 100), 10**6):
+        up.seen.clear()
+        await _answered_well(door, up, way, cut)
+
+
+async def _answered_well(door: Router, up: Upstream, way: str, cut: int) -> None:
+    sent = WAYS[way]
+    async with wire(door) as own:
+        for at in range(0, len(sent), cut):
+            own.writer.write(sent[at : at + cut])
+            await asyncio.sleep(0)
+        if way == "expect":
+            assert (await own.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        status, headers, body = await own.answer()
+    assert status == 200
+    assert json.loads(body)["choices"][0]["message"]["content"] == "ok"
+    assert headers["content-type"].startswith("application/json")
+    assert {"date", "x-twolane-decision", "x-litellm-model-id"} <= set(headers)
+    assert ("connection" in headers) == (way in ("closing", "1.0"))
+    assert up.count("m") == 1
+
+
+@pytest.mark.parametrize("first", ["hot", "chunked", "stream"])
+async def test_pipelined_requests_are_answered_in_order(door: Router, up: Upstream, first: str) -> None:
+    """What is sent before an answer has come waits for it, by whichever way either goes, and nothing is mixed up."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(0.05 if len(up.seen) == 1 else 0)
+        if seen.body.get("stream"):
+            return await seen.stream(chunk("a"), chunk("b", "stop"))
+        return plain(200, {"n": len(up.seen), "choices": []})
+
+    up.answers["m"] = answer
+    opening = post(STREAM) if first == "stream" else WAYS[first]
+    async with wire(door) as own:
+        own.writer.write(opening + post() + chunked(BODY) + post())
+        bodies = [(await own.answer())[2] for _ in range(4)]
+    if first == "stream":
+        assert bodies[0].endswith(b"data: [DONE]\n\n")
+    assert [json.loads(body)["n"] for body in bodies[1:]] == [2, 3, 4]
+
+
+async def test_a_connection_serves_many(door: Router, up: Upstream) -> None:
+    """Plain answers, streams, refusals and pages follow one another on one connection."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        return await seen.stream(chunk("a", "stop")) if seen.body.get("stream") else plain()
+
+    up.answers["m"] = answer
+    page = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n\r\n" % KEY.encode()
+    async with wire(door) as own:
+        for sent, expected in [(post(), 200), (page, 200), (post(STREAM), 200), (post(b"{"), 400), (post(), 200)]:
+            own.writer.write(sent)
+            assert (await own.answer())[0] == expected
+
+
+@pytest.mark.parametrize("sent", [post()[:-5], post(STREAM), post()], ids=["in the body", "stream", "plain"])
+async def test_a_hang_up_leaves_nothing_behind(door: Router, up: Upstream, sent: bytes) -> None:
+    """Whoever leaves, at whatever moment, ends what runs for them and no more; the next one is served."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        if len(up.seen) == 1:
+            await asyncio.sleep(30)
+        return plain()
+
+    up.answers["m"] = answer
+    whole = sent in (post(), post(STREAM))
+    async with wire(door) as own:
+        own.writer.write(sent)
+        await (until(lambda: len(up.seen) == 1) if whole else asyncio.sleep(0.05))
+    if whole:
+        await until(lambda: up.hung_up == ["m"])
+        async with wire(door) as other:
+            other.writer.write(post())
+            assert (await other.answer())[0] == 200
+    else:
+        await asyncio.sleep(0.05)
+        assert up.seen == []
+
+
+async def test_a_slow_reader_makes_the_upstream_wait(door: Router, up: Upstream) -> None:
+    """A stream is read no faster than its caller reads it: what waits in between is bounded."""
+    written = 0
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        nonlocal written
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(seen.request)
+        for _ in range(100):
+            await response.write(b"data: " + json.dumps(chunk("x" * 200_000)).encode() + b"\n\n")
+            written += 1
+        await response.write(b"data: " + json.dumps(chunk("", "stop")).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    up.answers["m"] = answer
+    async with wire(door) as own:
+        own.writer.write(post(STREAM))
+        before = -1
+        while written != before:
+            before = written
+            await asyncio.sleep(0.3)
+        assert 0 < written < 75
+        status, _, body = await own.answer()
+    assert (status, body.count(b"data: ")) == (200, 102)
+
+
+@pytest.mark.parametrize("size", [100_001, 70_000])
+async def test_bodies_keep_their_bound(door: Router, up: Upstream, size: int) -> None:
+    """A body past the bound is refused, whether its length is told or shows; a long one within it is not."""
+    body = BODY + b" " * (size - len(BODY))
+    async with wire(door) as own:
+        own.writer.write(post(body))
+        status, _, _ = await own.answer()
+    async with wire(door) as own:
+        own.writer.write(chunked(body))
+        assert status == (await own.answer())[0] == (413 if size > 100_000 else 200)
+
+
+async def test_a_stopping_server_finishes_what_runs(tmp_path: Path, up: Upstream) -> None:
+    """An answer under way when the server is told to stop is sent whole, and says that the connection closes."""
+    let = asyncio.Event()
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        await let.wait()
+        return plain()
+
+    up.answers["m"] = answer
+    running = router(tmp_path, {"model_list": [deployment("m", up)]})
+    door = await running.__aenter__()
+    async with wire(door) as own:
+        own.writer.write(post())
+        await until(lambda: len(up.seen) == 1)
+        stopping = asyncio.create_task(running.__aexit__(None, None, None))
+        await asyncio.sleep(0.2)
+        let.set()
+        status, headers, _ = await own.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await own.reader.read() == b""
+        await stopping
+
+
+async def test_a_fault_of_ours_is_an_answer(door: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody foresaw is a 500 in OpenAI's shape, and its connection serves on."""
+
+    async def broken(exchange: Exchange) -> None:
+        raise RuntimeError("a fault")
+
+    async with wire(door) as own:
+        with monkeypatch.context() as patched:
+            patched.setattr(door.app.endpoint, "answer_hot", broken)
+            own.writer.write(post())
+            status, _, body = await own.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (500, "internal_error")
+        own.writer.write(post())
+        assert (await own.answer())[0] == 200
