@@ -97,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in path.strip("/").split("/")]
         if parts[:2] == ["api", "repos"]:
             return self._create(json.loads(body))
+        if parts == ["api", "validate-yaml"]:
+            return self._json({"errors": [], "warnings": []})
         if parts[0] == "api":
             kind, name, verb = parts[1], "/".join(parts[2:4]), parts[4:]
         else:
@@ -128,12 +130,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, asked: dict[str, Any]) -> None:
         if not self._known():
             return self._refuse(401, "", "Invalid username or password.")
-        key = f"{asked.get('type', 'model')}s/{asked['organization']}/{asked['name']}"
+        name = f"{asked['organization']}/{asked['name']}"
+        key, url = f"{asked.get('type', 'model')}s/{name}", {"url": f"{self.hub.endpoint}/{name}"}
         if key in self.hub.repos:
-            return self._refuse(409, "", "You already created this repo")
+            return self._json(url | {"error": "You already created this repo"}, 409)
         self.hub.repos[key] = Repo(private=bool(asked.get("private")) or asked.get("visibility") == "private")
         self.hub.repos[key].commit({})
-        return self._json({"url": f"{self.hub.endpoint}/{asked['organization']}/{asked['name']}"})
+        return self._json(url)
 
     def _preupload(self, asked: dict[str, Any]) -> None:
         modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked["files"]]
@@ -187,8 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)["paths"]
         self._json([_entry(path, files[path]) for path in asked if path in files])
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), "application/json", {})
+    def _json(self, value: object, status: int = 200) -> None:
+        self._send(status, json.dumps(value).encode(), "application/json", {})
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         headers = {"x-error-code": code, "x-error-message": message} if code else {"x-error-message": message}

@@ -15,6 +15,7 @@ from workers.errors import LoadFailed
 from workers.fusers.base import Fuser
 from workers.fusers.identity import IdentityFuser
 from workers.fusers.several import JointFuser
+from workers.hub import fetch
 from workers.loader import Loaded, Loader
 from workers.pairs import shape_recipe
 from workers.protocol import PairState
@@ -120,22 +121,7 @@ def fuser_folder(fuser: str) -> Path | None:
         return path
     if fuser.startswith((".", "/", "~")) or fuser.count("/") < 1:
         raise LoadFailed(f"fuser {fuser!r}: no such folder")
-    return _fuser_from_hub(fuser)
-
-
-def _fuser_from_hub(name: str) -> Path:
-    """`owner/repo` or `owner/repo/sub/folder`: the official collection keeps one fuser in each folder."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    owner, repo, *inside = name.split("/")
-    prefix = "/".join(inside)
-    patterns = [f"{prefix}/*" if prefix else "*"]
-    try:
-        root = Path(snapshot_download(f"{owner}/{repo}", allow_patterns=patterns))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise LoadFailed(f"fuser {name!r}: cannot be fetched from the hub ({type(error).__name__})") from error
-    return root / prefix if prefix else root
+    return fetch(fuser)
 
 
 def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> LiteFuser | LinearFuser:

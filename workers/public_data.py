@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workers.errors import LoadFailed
+from workers.hub import brief, failures
 from workers.items import LETTERS, Chosen, Item, Said, with_letters
 
 BRANCH = "refs/convert/parquet"
@@ -134,7 +135,7 @@ class _Folder:
             streams = load_dataset("parquet", data_files=paths, streaming=True)
             return {key: list(stream) for key, stream in streams.items()}
         except (OSError, ValueError, DatasetGenerationError) as error:
-            raise LoadFailed(f"{self.origin}: cannot be read ({_brief(error)})") from error
+            raise LoadFailed(f"{self.origin}: cannot be read ({brief(error)})") from error
 
 
 class _Hub:
@@ -148,7 +149,7 @@ class _Hub:
             info = HfApi(library_name="datasets", library_version=library.__version__).dataset_info(
                 repo, revision=BRANCH, timeout=30
             )
-        except _unreachable() as error:
+        except failures() as error:
             raise _far(repo, error) from error
         self._commit, self._names = str(info.sha), [file.rfilename for file in info.siblings or []]
         self.origin = f"{repo} at {self._commit[:12]}"
@@ -163,26 +164,15 @@ class _Hub:
         try:
             loaded = load_dataset(self._repo, data_files=files, revision=self._commit)
             return {key: list(rows) for key, rows in loaded.items()}
-        except (*_unreachable(), DatasetsError, ValueError) as error:
+        except (*failures(), DatasetsError) as error:
             raise _far(self._repo, error) from error
-
-
-def _unreachable() -> tuple[type[Exception], ...]:
-    """What the hub's client raises where a repository cannot be had; its own errors and being offline are OSErrors."""
-    from httpx import HTTPError
-
-    return OSError, HTTPError
 
 
 def _far(repo: str, error: Exception) -> LoadFailed:
     return LoadFailed(
-        f"{repo}: cannot be had from the hub ({_brief(error)}); where it cannot be reached, --data-from takes a folder "
+        f"{repo}: cannot be had from the hub ({brief(error)}); where it cannot be reached, --data-from takes a folder "
         f"that holds its branch {BRANCH}"
     )
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _labelled(question: str) -> Callable[[Row], Asked | str]:

@@ -61,11 +61,16 @@ def import_official(
 
 
 def export(
-    folder: Path, out: Path, *, key: Ed25519PrivateKey | None = None, models: Mapping[str, str] | None = None
+    folder: Path,
+    out: Path,
+    *,
+    key: Ed25519PrivateKey | None = None,
+    models: Mapping[str, str] | None = None,
+    again: bool = False,
 ) -> Path:
     """Copy a pair into `out/NAME/VERSION` with a model card, signed where there is a key. `models` are names for
-    sharer and receiver that others know. Raises LoadFailed: a licence that nobody has said, a model that only this
-    machine knows, a pair that was withdrawn.
+    sharer and receiver that others know. With `again`, what an earlier call has written is taken where it is the same.
+    Raises LoadFailed: a licence that nobody has said, a model that only this machine knows, a pair that was withdrawn.
     """
     file, report = pairs.read_pair(folder), pairs.read_report(folder)
     if (taken := sealing.withdrawn(folder)) is not None:
@@ -75,6 +80,8 @@ def export(
     version = report.fingerprint if report is not None else f"unproven-{file.fuser.digest[:12]}"
     place = out / file.name / version
     if place.exists():
+        if again and _same(folder, file, place, key):
+            return place
         raise LoadFailed(f"{place}: is there already")
     aside = place.with_name(f".{version}.tmp")
     if aside.exists():
@@ -90,7 +97,16 @@ def export(
     if key is not None:
         sealing.sign(aside, key)
     aside.rename(place)
+    # What a hub shows of all versions together.
+    (place.parent / "README.md").write_text(card(file, report, version), encoding="utf-8")
     return place
+
+
+def _same(folder: Path, file: PairFile, place: Path, key: Ed25519PrivateKey | None) -> bool:
+    """Nothing has changed since it was exported, neither the pair, its report nor the signer."""
+    reports = [(at / "report.json").read_bytes() if (at / "report.json").exists() else b"" for at in (folder, place)]
+    signer = "" if key is None else key.public_key().public_bytes_raw().hex()
+    return pairs.read_pair(place) == file and reports[0] == reports[1] and sealing.signer_of(place) == signer
 
 
 def _named(file: PairFile, models: Mapping[str, str]) -> PairFile:
@@ -118,11 +134,15 @@ def _require_licences(folder: Path, file: PairFile) -> None:
         raise LoadFailed(f"{folder}: no licence is known of {', '.join(unknown)}; a pair is exported with all of them")
 
 
-def card(file: PairFile, report: Report | None) -> str:
-    """The model card, `README.md`: front matter that hubs read, then what is known."""
+def card(file: PairFile, report: Report | None, version: str = "") -> str:
+    """The model card, `README.md`: front matter that hubs read, then what is known. `version` is the folder beside it
+    that it is about, where it does not lie in that folder.
+    """
     parties = [*(("sharer", party) for party in (file.sharer, *file.others)), ("receiver", file.receiver)]
-    lines = ["---", "library_name: twolane", f"license: {(file.fuser.licence or '').lower()}", "base_model:"]
-    lines += [f"- {party.model}" for _, party in parties]
+    lines = ["---", "library_name: twolane", f"license: {(file.fuser.licence or '').lower()}"]
+    # Others know hub ids only; a hub refuses what cannot be one.
+    if known := dict.fromkeys(party.model for _, party in parties if party.model.count("/") == 1):
+        lines += ["base_model:", *(f"- {model}" for model in known)]
     lines += ["tags: [kv-cache, cache-to-cache]", "---", "", f"# {file.name}", ""]
     lines.append(
         f"A {file.fuser.kind} fuser of {file.fuser.parameters / 1e6:.2f} M parameters; mode {file.mode} over the "
@@ -135,4 +155,10 @@ def card(file: PairFile, report: Report | None) -> str:
     lines += ["```", told(report), "```"] if report is not None else ["Nothing: the pair is unproven."]
     if report is not None:
         lines += ["", f"Data digest `{report.data}`, fingerprint `{report.fingerprint}`."]
+    if version:
+        lines += [
+            "",
+            f"This is the newest version, `{version}`; each lies in a folder of its own. A configuration names it",
+        ]
+        lines += [f"by `fuser: OWNER/REPOSITORY/{version}`, with the name of this repository."]
     return "\n".join(lines) + "\n"

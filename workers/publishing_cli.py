@@ -74,21 +74,26 @@ def import_command(folder: Path, out: Path, **options: Any) -> None:
 @click.option("--sign", "key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A private key.")
 @click.option("--sharer-model", help="The sharer as others find it: a hub id.")
 @click.option("--receiver-model", help="The same of the receiver.")
-def export_command(
-    folder: Path, out: Path, key: Path | None, sharer_model: str | None, receiver_model: str | None
-) -> None:
+@click.option("--push", metavar="OWNER/REPO", help="Put it on the hub too, in a folder VERSION of this repository.")
+@click.option("--private", is_flag=True, help="Of a repository that --push makes.")
+def export_command(folder: Path, out: Path, key: Path | None, push: str | None, private: bool, **models: Any) -> None:
     """Copy the pair in FOLDER to OUT/NAME/VERSION with a model card, signed by a key of `twolane pair keygen`.
 
-    The licences of both models, the fuser and the data must be known.
+    The licences of both models, the fuser and the data must be known. The hub's token is taken from HF_TOKEN, or from
+    where `hf auth login` has put it.
     """
+    from workers import hub
     from workers.publishing import export
 
-    models = {"sharer": sharer_model, "receiver": receiver_model}
+    named = {role: models[f"{role}_model"] for role in ("sharer", "receiver") if models[f"{role}_model"]}
     with _told():
         signing = None if key is None else sealing.read_key(key)
-        place = export(folder, out, key=signing, models={role: m for role, m in models.items() if m})
+        # A push that failed may be tried again.
+        place = export(folder, out, key=signing, models=named, again=push is not None)
         signer = sealing.signer_of(place)
-    click.echo(f"{place}{f', signed by {signer}' if signer else ', not signed'}")
+        click.echo(f"{place}{f', signed by {signer}' if signer else ', not signed'}")
+        if push is not None:
+            click.echo(f"{push}/{place.name}: {hub.push(place, push, private=private or None)}")
 
 
 @click.command("keygen")

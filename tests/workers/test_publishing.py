@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from huggingface_hub import close_session
 
 from router.cli import main
+from tests import hub
 from tests.tiny import make_model
 from tests.workers.test_official_runtime import ALIGNED
 from workers import pairs, sealing
@@ -38,7 +41,7 @@ def report_for(fingerprint: str) -> Report:
     )  # fmt: skip
 
 
-def held(folder: Path, sharer: Loaded, receiver: Loaded) -> HeldPair:
+def held(folder: Path | str, sharer: Loaded, receiver: Loaded) -> HeldPair:
     parties = {role: ModelConfig(model=loaded.source) for role, loaded in (("sharer", sharer), ("receiver", receiver))}
     config = PairConfig(name="p", fuser=str(folder), **parties)
     return hold_pair(Fleet(models=(), pairs=(config,)), config, Loader("cpu"), None, 64)
@@ -211,3 +214,65 @@ def test_keys_are_kept_from_others(tmp_path: Path) -> None:
     (tmp_path / "none").chmod(0o600)
     with pytest.raises(LoadFailed, match="no Ed25519 key"):
         sealing.read_key(tmp_path / "none")
+
+
+@pytest.fixture
+def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
+    """A hub that this process uses."""
+    with hub.running() as server:
+        for name, value in server.environment(str(tmp_path / "home")).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+        yield server
+        close_session()
+
+
+def test_a_pair_goes_to_a_hub_and_comes_back(
+    tmp_path: Path, twin: Path, tiny: Loaded, online: hub.Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions lie side by side in one repository under the newest card; a worker takes one by its id, signed."""
+    caplog.set_level("DEBUG")
+    public = pair("keygen", tmp_path / "key").stdout.strip()
+    push = (*NAMED, "--push", "owner/twin", "--private")
+    done = pair("export", twin, tmp_path / "out", "--sign", tmp_path / "key", *push)
+    assert done.exit_code == 0, done.output
+    repo = online.repos["models/owner/twin"]
+    report = pairs.read_report(twin)
+    assert report is not None
+    assert f"owner/twin/{report.fingerprint}: {online.endpoint}/owner/twin/commit/" in done.stdout
+    assert repo.private
+    assert b"base_model:\n- owner/model\ntags" in repo.files("main")["README.md"]
+    (twin / "report.json").unlink()
+    later = pair("export", twin, tmp_path / "out", *push)
+    assert later.exit_code == 0, later.output
+    folders = {name.split("/")[0] for name in repo.files("main")}
+    assert folders == {"README.md", report.fingerprint, "unproven-identity"}
+    state = held(f"owner/twin/{report.fingerprint}", tiny, tiny).state
+    assert (state.verdict, state.signer) == ("verified", public)
+    with pytest.raises(LoadFailed, match="holds no folder none"):
+        held("owner/twin/none", tiny, tiny)
+    assert hub.TOKEN not in done.output + later.output + caplog.text
+
+
+def test_a_push_that_failed_is_tried_again(
+    tmp_path: Path, twin: Path, online: hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong token: the export stands, the refusal is told without the token; the same command then ends it. What has
+    changed since is not pushed under the same version.
+    """
+    sealing.make_key(tmp_path / "key")
+    command = ("export", twin, tmp_path / "out", "--sign", tmp_path / "key", *NAMED, "--push", "owner/twin")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong0123456789abc")
+    refused = pair(*command)
+    assert (refused.exit_code, online.repos) == (1, {})
+    assert "was not pushed to owner/twin (" in refused.stderr
+    assert "401" in refused.stderr
+    assert "hf_wrong" not in refused.output
+    monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
+    assert pair(*command).exit_code == 0
+    assert pair("export", twin, tmp_path / "out", *NAMED, "--push", "owner/twin").exit_code == 1
+    bad = pair(*command[:-1], "not a name/at all")
+    assert (bad.exit_code, "HFValidationError" in bad.stderr) == (1, True)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    away = pair(*command)
+    assert (away.exit_code, "was not pushed" in away.stderr) == (1, True)
