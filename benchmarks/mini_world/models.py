@@ -1,0 +1,236 @@
+"""The two models of a mini world, trained from nothing into ordinary model folders. Knows the world; knows no fuser.
+
+Both answer questions, the sharer writes hints when it is asked in the relay's wording, and the receiver reads them.
+That wording is one token of either vocabulary: it costs the relay nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.mini_world.muon import Muon
+from benchmarks.mini_world.world import KINDS, Kind, Question, Role, World
+from workers.hint import ASK, END, TELL
+
+_WEIGHTS: dict[Kind, float] = {"A": 3, "B": 2, "AB": 3, "S": 2}
+"""How often each kind is learnt from."""
+_WORDING: dict[Role, tuple[str, ...]] = {
+    "sharer": (f"\n\n{ASK}",),
+    "receiver": (f"\n\n{TELL}\n", f"\n{END}"),
+}
+_GO = {"sharer": "", "receiver": "<go>"}
+"""What makes a model answer. The sharer needs nothing: at the question's last token it knows what it will say, and that
+token is message text, which is what is fused.
+"""
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """How long and how fast a model learns."""
+
+    steps: int
+    vocabulary: int
+    hints: tuple[float, float]
+    """Share of batches with hints: in the first 40 % of the steps, and after."""
+    batch: int = 64
+    matrices: float = 0.02
+    """Rate of Muon."""
+    others: float = 0.01
+    """Rate of AdamW, on embeddings and norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Of both."""
+
+    sharer: Lessons = Lessons(900, 600, (0.12, 0.12))
+    receiver: Lessons = Lessons(1200, 800, (0.5, 0.25))
+
+    def of(self, role: Role) -> Lessons:
+        return self.sharer if role == "sharer" else self.receiver
+
+
+Tell = Callable[[str], None]
+
+
+def make(folder: Path, role: Role, world: World, lessons: Lessons, seed: int, tell: Tell) -> float:
+    """Train a model and write its folder. Returns CPU seconds."""
+    began = time.process_time()
+    tokens = tokenizer(role, world.texts, lessons.vocabulary)
+    torch.manual_seed(seed)
+    model = _sharer(len(tokens), tokens) if role == "sharer" else _receiver(len(tokens), tokens)
+    _learn(model, _Encoder(tokens, role), role, world, lessons, seed, tell)
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return time.process_time() - began
+
+
+def tokenizer(role: Role, texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of its own, with the role's chat template."""
+    raw = Tokenizer(BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<q>", "<end>", "<pad>", *([_GO[role]] if _GO[role] else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    raw.add_tokens([AddedToken(text, normalized=False) for text in _WORDING[role]])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<q>", eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}"
+        "{% if m['role'] == 'user' %}<q>{{ m['content'] }}"
+        f"{{% elif m['role'] == 'assistant' %}}{_GO[role]}{{{{ m['content'] }}}}<end>"
+        "{% else %}{{ raise_exception('this model knows questions and answers only') }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{_GO[role]}{{% endif %}}"
+    )
+    return fast
+
+
+def _sharer(vocabulary: int, tokens: PreTrainedTokenizerFast) -> Any:
+    config = Qwen3Config(
+        hidden_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        intermediate_size=224,
+        **_common(vocabulary, tokens),
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def _receiver(vocabulary: int, tokens: PreTrainedTokenizerFast) -> Any:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        **_common(vocabulary, tokens),
+    )
+    return LlamaForCausalLM(config)
+
+
+def _common(vocabulary: int, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokens.bos_token_id,
+        "eos_token_id": tokens.eos_token_id,
+        "pad_token_id": tokens.pad_token_id,
+    }
+
+
+class _Encoder:
+    """Questions and answers -> ids, as chats through the product are read."""
+
+    def __init__(self, tokens: PreTrainedTokenizerFast, role: Role) -> None:
+        self._tokens = tokens
+        self._end = int(tokens.eos_token_id or 0)
+        self._encode = cache(self._encoded)
+        self.role = role
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokens(text, add_special_tokens=False)["input_ids"])
+
+    def line(self, question: Question, hint: str | None, answer: str) -> tuple[list[int], list[int]]:
+        """Ids, and by position what comes next; only the answer is learnt."""
+        asked, said = self._encode(text_of(self.role, question, hint)), [*self._encode(answer), self._end]
+        return [*asked, *said[:-1]], [*[_IGNORED] * (len(asked) - 1), *said]
+
+
+def text_of(role: Role, question: Question, hint: str | None) -> str:
+    """A prompt as the chat template writes it. For the sharer any hint means that it is asked for one."""
+    if hint is None:
+        wording = ""
+    elif role == "sharer":
+        wording = _WORDING["sharer"][0]
+    else:
+        wording = _WORDING["receiver"][0] + hint + _WORDING["receiver"][1]
+    return f"<q>{question.text}{wording}{_GO[role]}"
+
+
+def prompt(tokens: Any, role: Role, question: Question, hint: str | None = None) -> list[int]:
+    """Ids of `text_of`."""
+    return list(tokens(text_of(role, question, hint), add_special_tokens=False)["input_ids"])
+
+
+def _batches(
+    encoder: _Encoder, world: World, lessons: Lessons, seed: int
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """One for every step; with hints or without, never mixed, so that little is padded."""
+    chance = random.Random(f"{encoder.role} {seed}")
+    by_kind = {kind: list(world.questions(world.names, (kind,))) for kind in KINDS}
+    weights = [_WEIGHTS[kind] for kind in KINDS]
+    for step in range(lessons.steps):
+        share = lessons.hints[step >= 0.4 * lessons.steps]
+        hinted = chance.random() < share
+        kinds = chance.choices(KINDS, weights, k=lessons.batch)
+        yield [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
+
+
+def _line(
+    encoder: _Encoder, world: World, question: Question, hinted: bool, chance: random.Random
+) -> tuple[list[int], list[int]]:
+    if not hinted:
+        return encoder.line(question, None, world.says(encoder.role, question, chance))
+    if encoder.role == "receiver":
+        hint, answer = world.hinted(question, chance)
+        return encoder.line(question, hint, answer)
+    value = chance.choice(world.told("sharer", question.name, question.attributes[0]))
+    return encoder.line(question, "", world.hint(question, value))
+
+
+def _learn(model: Any, encoder: _Encoder, role: Role, world: World, lessons: Lessons, seed: int, tell: Tell) -> None:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    muon = Muon(matrices, lessons.matrices)
+    adam = torch.optim.AdamW(others, lr=lessons.others, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
+    for step, lines in enumerate(_batches(encoder, world, lessons, seed)):
+        scale = _scale(step, lessons.steps)
+        muon.rate = lessons.matrices * scale
+        adam.param_groups[0]["lr"] = lessons.others * scale
+        model.zero_grad(set_to_none=True)
+        loss = _loss(model, lines)
+        loss.backward()
+        muon.step()
+        adam.step()
+        if (step + 1) % 100 == 0 or step + 1 == lessons.steps:
+            tell(f"{role} step {step + 1}/{lessons.steps}  loss {float(loss.detach()):.3f}")
+    model.eval()
+
+
+def _scale(step: int, steps: int) -> float:
+    """Up over 20 steps, level, and down over the last half."""
+    return min((step + 1) / 20, 1.0, 0.02 + 0.98 * 2 * (steps - step) / steps)
+
+
+def _loss(model: Any, lines: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    width = max(len(ids) for ids, _ in lines)
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row, _ in lines])
+    labels = torch.tensor([[*row, *[_IGNORED] * (width - len(row))] for _, row in lines])
+    # Padding stands behind everything, and a causal model does not look there.
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    at = labels != _IGNORED
+    return F.cross_entropy(model.get_output_embeddings()(hidden[at]), labels[at])

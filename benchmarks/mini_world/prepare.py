@@ -1,0 +1,156 @@
+"""A mini world in a folder: two models, three JSONL files, and what the relay's gate found. Made once, then reused.
+
+The gate is passed before anything is compared: a relay that fails because its sharer misspells, or because its receiver
+does not read, would prove nothing. It asks about entities that the test does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mini_world.models import Recipe, Tell, make, prompt
+from benchmarks.mini_world.world import KINDS, Kind, Question, Role, Size, World
+from workers.config import ModelConfig
+from workers.greedy import answers, read
+from workers.loader import Loaded, Loader
+
+MOST = 24
+"""Tokens of an answer or hint."""
+_ROWS = 128
+_SEED_STEP = 1000
+"""Between the seeds of one model and its next try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What either model must reach, on questions of kind `A`."""
+
+    exact_hints: float = 0.98
+    """Share of the sharer's hints that are right to the letter."""
+    gold_hints: float = 0.95
+    """The receiver's accuracy when it is given the right hint."""
+    tries: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that changes what is made."""
+
+    seed: int
+    size: Size = field(default_factory=Size)
+    recipe: Recipe = field(default_factory=Recipe)
+    gates: Gates = field(default_factory=Gates)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What lies in the folder."""
+
+    folder: Path
+    world: World
+    found: dict[str, Any] = field(default_factory=dict)
+    """`exact_hints`, `gold_hints`, `gold_hints_by_kind`, the `seeds` of both models and how many `tries` each took, and
+    `cpu_s` of the tries that were kept.
+    """
+
+    def model(self, role: Role) -> Path:
+        return self.folder / role
+
+    def data(self, split: str) -> Path:
+        return self.folder / f"{split}.jsonl"
+
+
+class GateFailed(Exception):
+    """A model did not learn what a fair relay needs, however often it was trained."""
+
+
+def prepare(folder: Path, plan: Plan, tell: Tell = print) -> Prepared:
+    """Raises GateFailed."""
+    world, mark = World(plan.seed, plan.size), folder / "prepared.json"
+    asked = asdict(plan)
+    if mark.exists():
+        told = json.loads(mark.read_text())
+        if told["asked"] == json.loads(json.dumps(asked)):
+            return Prepared(folder, world, told["found"])
+        mark.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation", "test"):
+        lines = [world.line(question) for question in world.asked(split)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    exact, sharer = _pass(folder, "sharer", world, plan, plan.gates.exact_hints, exact_hints, tell)
+    gold, receiver = _pass(folder, "receiver", world, plan, plan.gates.gold_hints, gold_hints, tell)
+    by_kind = {kind: gold_hints(load(folder / "receiver"), world, kind) for kind in KINDS}
+    found = {
+        "exact_hints": exact,
+        "gold_hints": gold,
+        "gold_hints_by_kind": by_kind,
+        **{part: {"sharer": sharer[part], "receiver": receiver[part]} for part in sharer},
+    }
+    mark.write_text(json.dumps({"asked": asked, "found": found}, indent=1) + "\n")
+    return Prepared(folder, world, found)
+
+
+def _pass(
+    folder: Path,
+    role: Role,
+    world: World,
+    plan: Plan,
+    least: float,
+    measure: Callable[[Loaded, World], float],
+    tell: Tell,
+) -> tuple[float, dict[str, Any]]:
+    """Train one model, with another seed where it fails its gate. Returns what it reached, and at which try."""
+    for tried in range(plan.gates.tries):
+        seed = plan.seed + tried * _SEED_STEP
+        seconds = make(folder / role, role, world, plan.recipe.of(role), seed, tell)
+        reached = measure(load(folder / role), world)
+        tell(f"{role}, seed {seed}: {reached:.3f}, needed {least:g}; {seconds:.0f} s of CPU")
+        if reached >= least:
+            return reached, {"seeds": seed, "tries": tried + 1, "cpu_s": round(seconds, 1)}
+    raise GateFailed(f"seed {plan.seed}: no {role} of {plan.gates.tries} reached {least:g}")
+
+
+def load(folder: Path) -> Loaded:
+    """As a worker loads it, in float32."""
+    return Loader("cpu").load(ModelConfig.model_validate({"model": str(folder), "dtype": "float32"}))
+
+
+def exact_hints(sharer: Loaded, world: World) -> float:
+    """Share of hints about what it was told that say just that, name and all."""
+    questions = _judged(world, "A")
+    wanted = [world.hint(q, world.right(q)) for q in questions]
+    asked = [prompt(sharer.tokenizer, "sharer", q, "") for q in questions]
+    return _share(said(sharer, asked), wanted)
+
+
+def gold_hints(receiver: Loaded, world: World, kind: Kind = "A") -> float:
+    """Share of right answers when the hint is right."""
+    questions = _judged(world, kind)
+    asked = []
+    for question in questions:
+        hint = world.hint(question, world.right(question).split()[0])
+        asked.append(prompt(receiver.tokenizer, "receiver", question, hint))
+    return _share(said(receiver, asked), [world.right(q) for q in questions])
+
+
+def _judged(world: World, kind: Kind) -> list[Question]:
+    """Of all entities but those of the test."""
+    names = (*world.entities("validation"), *world.entities("train"))
+    return list(world.questions(names, (kind,)))
+
+
+def said(model: Loaded, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What a model answers alone, greedily."""
+    found: list[str] = []
+    for start in range(0, len(prompts), _ROWS):
+        ids = answers(model, read(model, ()), prompts[start : start + _ROWS], MOST)
+        found += model.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return found
+
+
+def _share(got: Sequence[str], wanted: Sequence[str]) -> float:
+    return round(sum(a.strip() == b for a, b in zip(got, wanted, strict=True)) / len(wanted), 4)

@@ -1,0 +1,41 @@
+"""The fusers that are tried on a mini world, and a table of what each costs and reaches on validation entities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from benchmarks.mini_world.measure import ask, fit
+from benchmarks.mini_world.prepare import Prepared
+from benchmarks.mini_world.world import KINDS
+from workers.errors import LoadFailed
+from workers.items import read_items
+from workers.train_pair import Plan
+
+_C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
+ALL: dict[str, Plan] = {
+    "c2c": _C2C,
+    "c2c, rate 1e-3": replace(_C2C, rate=1e-3),
+    "linear": Plan("linear", "fuse", "prompt"),
+}
+CHOSEN: dict[str, Plan] = {"c2c": _C2C}
+"""By kind, what the report is made with."""
+DEFAULT = "c2c"
+QUICK: dict[str, Plan] = {kind: replace(plan, steps=2, batch=2, width=16) for kind, plan in CHOSEN.items()}
+
+
+def compare(place: Prepared, names: Sequence[str], *, quick: bool, tell: Callable[[str], None]) -> None:
+    """One row each. A fuser that cannot stand between these models says why."""
+    items = read_items(place.data("validation"))
+    wide = max(map(len, ALL)) + 2
+    tell(f"{'':{wide}}{'parameters':>12}{'CPU s':>8}" + "".join(f"{kind:>7}" for kind in KINDS) + f"{'average':>9}")
+    for name in names or ALL:
+        plan = replace(ALL[name], steps=2, batch=2, width=16) if quick else ALL[name]
+        try:
+            fitted = fit(place, f"variant-{name.replace(' ', '-')}", plan, lambda _: None)
+        except LoadFailed as error:
+            tell(f"{name:{wide}}{error}")
+            continue
+        outcome = ask(fitted, items, date="", seed=plan.seed, relay=False)
+        cells = "".join(f"{outcome.per_kind[kind]['cache']:>7.3f}" for kind in KINDS)
+        tell(f"{name:{wide}}{fitted.parameters:>12}{fitted.cpu_s:>8.0f}{cells}{outcome.mean['cache']:>9.3f}")
