@@ -116,7 +116,7 @@ class World:
 
     def hint(self, question: Question, value: str) -> str:
         """What a sharer writes: one sentence about the attribute that is asked for first, of `AB` the one it knows."""
-        return f"the {question.attributes[0]} of {question.name} is {value}"
+        return f"{value} is the {question.attributes[0]} of {question.name}"
 
     def hinted(self, question: Question, chance: random.Random) -> tuple[str, str]:
         """A hint, and what the receiver is trained to answer with it. It trusts a hint where it was told nothing, holds

@@ -96,7 +96,7 @@ def test_receiver_trusts_holds_and_intersects() -> None:
     made, chance = World(1, SMALL), random.Random(0)
     for question in made.questions(made.names):
         hint, answer = made.hinted(question, chance)
-        value, own = hint.split()[-1], made.told("receiver", question.name, question.attributes[0])
+        value, own = hint.split()[0], made.told("receiver", question.name, question.attributes[0])
         assert answer.split()[0] == (value if value in own else answer.split()[0])
         assert answer.split()[0] in own
         if question.kind == "AB":
@@ -105,7 +105,7 @@ def test_receiver_trusts_holds_and_intersects() -> None:
 
 def test_prompts_are_those_of_the_product(quick: Path) -> None:
     """What the models were trained to read is, id for id, what the product's templates and relay wording make of it."""
-    made, hint = World(0, QUICK.size), "the colour of it is red"
+    made, hint = World(0, QUICK.size), "red is the colour of it"
     for kind in KINDS:
         question = Question(kind, made.names[0], ASKED[kind][0], 1)
         chat = [{"role": "user", "content": question.text}]
