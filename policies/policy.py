@@ -6,7 +6,7 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from policies import scopes
 from policies.facts import Transport
@@ -62,6 +62,8 @@ class Rollout(Written):
 class Policy(Written):
     """Every key left out allows; only what is written narrows."""
 
+    model_config = ConfigDict(defer_build=False)  # in every start; built before it becomes a part, it is built once
+
     models: tuple[str, ...] | None = None
     """Model groups; `prefix*` is a wildcard; null allows all."""
     transports: tuple[Transport, ...] = Field(("cache", "text"), min_length=1)
@@ -70,10 +72,10 @@ class Policy(Written):
     """Text lane only, whatever else is written."""
     regions: tuple[str, ...] | None = None
     """Only deployments whose `model_info.region` is listed; one without a region is not."""
-    latency_budget: LatencyBudget = LatencyBudget()
-    pairs: PairPolicy = PairPolicy()
+    latency_budget: LatencyBudget = LatencyBudget.model_construct()
+    pairs: PairPolicy = PairPolicy.model_construct()
     sticky: Literal["none", "conversation"] = "none"
-    rollout: Rollout = Rollout()
+    rollout: Rollout = Rollout.model_construct()
     use_cases: tuple[UseCase, ...] = ()
     """Registered purposes; where there are any, a request that belongs to none is refused."""
     labels: dict[str, dict[str, Scope]] = Field(default_factory=dict)

@@ -235,8 +235,10 @@ class App:
             for work in (self._look(), sweep, parts.lane.run()):
                 stack.push_async_callback(_ended, asyncio.create_task(work))
             self._on_sighup()
-            gc.collect()
+            if gc.isenabled():  # the command starts without the collector, and leaves next to nothing for it
+                gc.collect()
             gc.freeze()  # what is built now lives as long as the process: the collector need not walk it again
+            gc.enable()
             yield
 
     async def _close_litellm(self) -> None:

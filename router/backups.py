@@ -20,22 +20,25 @@ def unbacked(settings: Settings, file: Path) -> list[str]:
     `file` is the configuration that `settings` was read from. Raises ConfigError for a tenant that cannot be read.
     """
     found: list[str] = []
-    for tenant, written, at in _tenants(settings, file):
-        if tenant.regulated:
-            key = "models" if tenant.models is not None else "regulated"
-            found += [str(written.error((*at, key), problem)) for problem in _problems(settings, tenant)]
+    for tenant, written, at in _regulated(settings, file):
+        key = "models" if tenant.models is not None else "regulated"
+        found += [str(written.error((*at, key), problem)) for problem in _problems(settings, tenant)]
     return found
 
 
-def _tenants(settings: Settings, file: Path) -> Iterator[tuple[TenantConfig, Source, Path_]]:
+def _regulated(settings: Settings, file: Path) -> Iterator[tuple[TenantConfig, Source, Path_]]:
+    """Each with the source that it is written in, which is read again for these alone."""
     if isinstance(settings.tenants, Path):
         for place in tenant_files(settings.tenants):
             variables = settings.environment_variables
-            yield read_tenant(place, variables), written_tenant(place, variables), ()
-    elif settings.tenants is not None:
+            tenant = read_tenant(place, variables)
+            if tenant.regulated:
+                yield tenant, written_tenant(place, variables), ()
+    elif any(tenant.regulated for tenant in settings.tenants or ()):
         written = source.read(file.read_text(encoding="utf-8"), str(file))
-        for index, tenant in enumerate(settings.tenants):
-            yield tenant, written, ("tenants", index)
+        for index, tenant in enumerate(settings.tenants or ()):
+            if tenant.regulated:
+                yield tenant, written, ("tenants", index)
 
 
 def _problems(settings: Settings, tenant: TenantConfig) -> Iterator[str]:

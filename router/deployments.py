@@ -180,12 +180,14 @@ class ModelInfo(BaseModel):
 class Deployment(Config):
     """One way to answer for the group `model_name`."""
 
+    model_config = ConfigDict(defer_build=False)  # in every start; built before it becomes a part, it is built once
+
     model_name: str = Field(min_length=1)
     litellm_params: LiteLLMParams | None = None
     relay_params: RelayParams | None = None
     local_params: LocalParams | None = None
     cache_params: CacheParams | None = None
-    model_info: ModelInfo = ModelInfo()
+    model_info: ModelInfo = ModelInfo.model_construct()
     _position: int = PrivateAttr(0)
     _listed: Price | None = PrivateAttr(None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-from pydantic_settings.exceptions import SettingsError
 
 from router import layers, litellm_config, source
 from router.admin_config import AdminConfig, check_names
@@ -35,6 +32,8 @@ from router.tenant_config import TenantConfig
 from router.traces import OtelConfig
 from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, Span, StoreConfig, WorkerConfig
 
+PREFIX = "TWOLANE_"
+"""Of variables that set keys."""
 Strategy = Literal[
     "simple-shuffle",
     "least-busy",
@@ -203,57 +202,37 @@ class Routing:
         return self.num_retries if own is None else own
 
 
-class Settings(BaseSettings):
+class Settings(Config):
     """The whole configuration."""
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix="TWOLANE_",
-        env_nested_delimiter="__",
-        protected_namespaces=(),
-    )
 
     model_list: tuple[Deployment, ...] = ()
     models: tuple[ModelConfig, ...] = ()
     pairs: tuple[PairConfig, ...] = ()
     workers: tuple[WorkerConfig, ...] = ()
-    redis: RedisConfig = RedisConfig()
-    store: StoreConfig = StoreConfig()
+    redis: RedisConfig = RedisConfig.model_construct()
+    store: StoreConfig = StoreConfig.model_construct()
     tenants: Path | tuple[TenantConfig, ...] | None = None
     """A folder with one YAML file per tenant, or the tenants themselves."""
-    router_settings: RouterSettings = RouterSettings()
-    litellm_settings: LiteLLMSettings = LiteLLMSettings()
-    general_settings: GeneralSettings = GeneralSettings()
+    router_settings: RouterSettings = RouterSettings.model_construct()
+    litellm_settings: LiteLLMSettings = LiteLLMSettings.model_construct()
+    general_settings: GeneralSettings = GeneralSettings.model_construct()
     guardrails: tuple[GuardrailConfig, ...] = ()
     environment_variables: dict[str, str] = Field(default_factory=dict, repr=False)
     accept_unsupported: tuple[str, ...] = ()
     """Keys that protect and that we do not support, accepted by name all the same."""
-    server: ServerConfig = ServerConfig()
-    log: LogConfig = LogConfig()
+    server: ServerConfig = ServerConfig.model_construct()
+    log: LogConfig = LogConfig.model_construct()
     otel: OtelConfig | None = None
-    audit: AuditConfig = AuditConfig()
+    audit: AuditConfig = AuditConfig.model_construct()
     prices: Path | None = None
     """Of LiteLLM's shape; None takes the table that the litellm package brings, if it is installed."""
     admins: tuple[AdminConfig, ...] = ()
     """Named administrators, beside the master key."""
-    stops: StopsConfig = StopsConfig()
+    stops: StopsConfig = StopsConfig.model_construct()
     state_dir: Path = Path(".twolane")
 
     _findings: tuple[litellm_config.Finding, ...] = PrivateAttr(())
     _digest: str = PrivateAttr("")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Variables win over the file."""
-        return env_settings, init_settings
 
     @model_validator(mode="after")
     def _ids_differ(self) -> Self:
@@ -268,6 +247,8 @@ class Settings(BaseSettings):
     @cached_property
     def fleet(self) -> Fleet:
         """The part that workers read. Raises ValueError where a name in it leads nowhere."""
+        if not (self.models or self.pairs or self.workers):
+            return Fleet.model_construct(redis=self.redis, store=self.store)
         return Fleet(models=self.models, pairs=self.pairs, workers=self.workers, redis=self.redis, store=self.store)
 
     @cached_property
@@ -467,23 +448,32 @@ def _validated(data: dict[str, Any], resolved: Source) -> Settings:
     if bad:
         raise resolved.error((str(bad[0]),), "expected text as a key")
     try:
-        settings = Settings(**data)
+        settings = _with_variables(data) if _variables() else Settings(**data)
         _ = settings.fleet, settings.routing
     except ValidationError as error:
         raise _from_variable(error) or resolved.invalid(error) from None
-    except SettingsError as error:
-        field = re.search(r'field "(\w+)"', str(error))
-        name = f"TWOLANE_{field[1].upper()}" if field else "TWOLANE_…"
-        raise ConfigError(f"environment variable {name}: expected JSON") from None
     return settings
+
+
+def _with_variables(data: dict[str, Any]) -> Settings:
+    from router.variables import with_variables
+
+    return with_variables(data)
+
+
+def _variables() -> set[str]:
+    """Variables, in capitals, that set keys of ours."""
+    names = {name.upper() for name in os.environ if name.upper().startswith(PREFIX)}
+    keys = {key.upper() for key in Settings.model_fields}
+    return {name for name in names if name.removeprefix(PREFIX).partition("__")[0] in keys}
 
 
 def _from_variable(error: ValidationError) -> ConfigError | None:
     """The same complaint about a TWOLANE_ variable, where one set this very key."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    set_here = {name.upper() for name in os.environ if name.upper().startswith("TWOLANE_")}
+    set_here = _variables()
     for depth in range(len(found[0]["loc"]), 0, -1):
-        name = "TWOLANE_" + "__".join(str(step).upper() for step in found[0]["loc"][:depth])
+        name = PREFIX + "__".join(str(step).upper() for step in found[0]["loc"][:depth])
         if name in set_here:
             # Both arms of a union complain; the one that got further in is the one that was meant.
             deepest = max(found, key=lambda e: len(e["loc"]))

@@ -81,8 +81,8 @@ class TenantConfig(Policy):
     """Seconds after which the budget starts anew; null never."""
     weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
     """Share of a busy worker, beside the other tenants'."""
-    kv: KVPolicy = KVPolicy()
-    audit: AuditPolicy = AuditPolicy()
+    kv: KVPolicy = KVPolicy.model_construct()
+    audit: AuditPolicy = AuditPolicy.model_construct()
     use_cases: tuple[BoundUseCase, ...] = ()
     guardrails: tuple[str, ...] = ()
     """Names among the configuration's `guardrails` that apply besides those that always do."""

@@ -102,7 +102,7 @@ class DemotionLimits(Config):
     """Samples between two false alarms, on average at least, of a pair that keeps just within a limit."""
     rest: Span = 300.0
     """Seconds before probation after the first demotion; each further one doubles them, up to a day."""
-    probation: Probation = Probation()
+    probation: Probation = Probation.model_construct()
 
 
 def _sharer_or_sharers(schema: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class PairConfig(Config):
     mode: Literal["fuse", "handover"] | None = None
     """None takes what the fuser's own folder says."""
     scope: Literal["prompt", "context"] | None = None
-    demotion: DemotionLimits = DemotionLimits()
+    demotion: DemotionLimits = DemotionLimits.model_construct()
     """Read by the router."""
 
     @model_validator(mode="before")
@@ -241,8 +241,8 @@ class Fleet(Config):
     models: tuple[ModelConfig, ...] = ()
     pairs: tuple[PairConfig, ...] = ()
     workers: tuple[WorkerConfig, ...] = ()
-    redis: RedisConfig = RedisConfig()
-    store: StoreConfig = StoreConfig()
+    redis: RedisConfig = RedisConfig.model_construct()
+    store: StoreConfig = StoreConfig.model_construct()
 
     @model_validator(mode="after")
     def _names_resolve(self) -> Fleet:

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import settings as rules
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from router.settings import ConfigError, Settings, load, load_text
+from router.tenant_config import TenantConfig
+from workers.config import PairConfig
 
 KEY = "sk-very-secret-value"
 
@@ -303,3 +308,21 @@ def test_foreign_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TWOLANE_MASTER_KEY", "sk-m")
     settings = load_text("general_settings: {master_key: os.environ/TWOLANE_MASTER_KEY}")
     assert settings.general_settings.master_key == "sk-m"
+
+
+def _defaults(model: type[BaseModel]) -> Iterator[BaseModel]:
+    """Every model that stands as a default in a model, and in those."""
+    for field in model.model_fields.values():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _defaults(kind)
+        if isinstance(field.default, BaseModel):
+            yield field.default
+
+
+@pytest.mark.parametrize(
+    "default", [*_defaults(Settings), *_defaults(TenantConfig), *_defaults(PairConfig)], ids=lambda d: type(d).__name__
+)
+def test_a_section_left_out_is_an_empty_one(default: BaseModel) -> None:
+    """Defaults are made without validation, for a quick start; they are what validation makes of nothing."""
+    assert default == type(default).model_validate({})
