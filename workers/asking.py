@@ -63,13 +63,14 @@ class Asker:
         letters = Restricted(runtime, letter_ids(runtime, len(item.choices)))
         return self._run(runtime, prompt, 1, letters)
 
-    def relay(self, sharer: Runtime, receiver: Runtime, item: Item) -> Answer:
-        """The text twin: the sharer writes a hint, the receiver reads it. Times are those of both."""
+    def relay(self, sharers: Sequence[Runtime], receiver: Runtime, item: Item) -> Answer:
+        """The text twin: every sharer writes a hint, the receiver reads them. Times are those of all, one by one."""
         messages: list[Message] = [dict(m) for m in item.chat]
-        told = self._run(sharer, sharer.chat(for_sharer(messages)), self.hint)
-        hint = hint_in(told.text)
+        told = [self._run(sharer, sharer.chat(for_sharer(messages)), self.hint) for sharer in sharers]
+        hint = "\n".join(filter(None, (hint_in(one.text) for one in told)))
         said = self.ask(receiver, item, for_receiver(messages, hint) if hint else messages)
-        return Answer(said.text, told.total_ms + said.ttft_ms, told.total_ms + said.total_ms, said.run)
+        before = sum(one.total_ms for one in told)
+        return Answer(said.text, before + said.ttft_ms, before + said.total_ms, said.run)
 
     def _run(self, runtime: Runtime, prompt: Prompt, most: int, steps: Restricted | None = None) -> Answer:
         room = runtime.context - prompt.positions

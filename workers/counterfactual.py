@@ -30,6 +30,9 @@ class Pair(Protocol):
 
     decoder: Loaded
     sharer: Loaded
+    """The first of several."""
+    others: tuple[Loaded, ...]
+    """The sharers after it."""
     chunk: int
     template: Mapping[str, bool]
 
@@ -58,6 +61,14 @@ def otherwise(runtime: Runtime, kind: Otherwise, other: list[Message] | None) ->
             if not other:
                 raise BadPrompt("shuffled needs the messages of another text in `other`")
             return pair.with_source(_reading(pair.read_by_sharer(runtime.chat(other))))
+
+
+def sharers_alone(runtime: Runtime) -> dict[str, Runtime]:
+    """Every sharer of a pair as a model alone: `sharer`, `sharer_2` and so on. Raises BadPrompt where there is none."""
+    found = {"sharer": otherwise(runtime, "sharer", None)}
+    if isinstance(runtime, Pair):
+        found |= {f"sharer_{n}": _alone(runtime, model, runtime) for n, model in enumerate(runtime.others, start=2)}
+    return found
 
 
 def _as_pair(runtime: Runtime) -> Pair | None:

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from workers import vocabulary
 from workers.c2c_run import Given
+from workers.cache import KVCache
 from workers.errors import LoadFailed
 from workers.fusers.base import KVShape
 from workers.fusers.linear import LinearFuser, LinearShape, bare_rows
@@ -32,6 +33,7 @@ from workers.greedy import read
 from workers.loader import Loaded
 from workers.pairs import FuserInfo, PairFile
 from workers.train import publish
+from workers.verify import silent
 
 _HELD_OUT_EVERY = 8
 _RIDGES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -111,15 +113,19 @@ def fit(
     texts: Iterable[Sequence[int]],
     recipe: Recipe = Recipe(),
     tell: Callable[[Progress], None] | None = None,
+    *,
+    deaf: bool = False,
 ) -> Fitted:
-    """Raises LoadFailed: models that no linear fuser can stand between, or too few texts."""
+    """`deaf`: as a control, the sharer's KV is zero, and the maps are constants. Raises LoadFailed: models that no
+    linear fuser can stand between, or too few texts.
+    """
     refuse(sharer, receiver)
     scouts: list[_Read] = []
     held: list[_Read] = []
     moments: _Moments | None = None
     began, seen, held_tokens = time.monotonic(), 0, 0
     for index, ids in enumerate(_until(texts, recipe.tokens)):
-        one = _both(sharer, receiver, ids)
+        one = _both(sharer, receiver, ids, deaf=deaf)
         seen += len(ids)
         if index % _HELD_OUT_EVERY == 1 and held_tokens < recipe.held_out:
             held.append(one)
@@ -217,12 +223,13 @@ class _Read:
     target: dict[int, Tensor]
 
 
-def _both(sharer: Loaded, receiver: Loaded, ids: Sequence[int]) -> _Read:
-    def rows(model: Loaded) -> dict[int, Tensor]:
+def _both(sharer: Loaded, receiver: Loaded, ids: Sequence[int], *, deaf: bool) -> _Read:
+    def rows(model: Loaded, kv: KVCache) -> dict[int, Tensor]:
         shape: KVShape = model.shape
-        return bare_rows(read(model, ids), list(range(shape.layers)), 0, shape)
+        return bare_rows(kv, list(range(shape.layers)), 0, shape)
 
-    return _Read(tuple(ids), rows(sharer), rows(receiver))
+    theirs = silent(sharer, len(ids)) if deaf else read(sharer, ids)
+    return _Read(tuple(ids), rows(sharer, theirs), rows(receiver, read(receiver, ids)))
 
 
 def _until(texts: Iterable[Sequence[int]], tokens: int) -> Iterator[Sequence[int]]:

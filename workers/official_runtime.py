@@ -64,6 +64,7 @@ class AlignedPair:
         )
         self.digests = pair_digests(sharer, receiver, official.fuser)
         self.sharer = sharer
+        self.others: tuple[Loaded, ...] = ()
         self.chunk = chunk
         self.template: Mapping[str, bool] = {"enable_thinking": False}
         self._source: Source | None = None

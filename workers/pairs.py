@@ -124,7 +124,9 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     n: int
     seeds: tuple[int, ...] = ()
     accuracy: dict[str, Interval] = {}
-    """By route: receiver, sharer, reads_all, no_context, relay, cache, shuffled, zero, adapter, baseline."""
+    """By route: receiver, sharer (of several also sharer_2 and so on), reads_all, no_context, relay, cache, shuffled,
+    zero, adapter, baseline.
+    """
     gain: Interval | None = None
     """accuracy(cache) − accuracy(receiver), paired."""
     retention: Interval | None = None
@@ -157,6 +159,11 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """By route."""
     slices: dict[str, dict[str, Interval]] = {}
     notes: tuple[str, ...] = ()
+
+
+def is_sharer(route: str) -> bool:
+    """A route that is one of the sharers alone."""
+    return route == "sharer" or route.startswith("sharer_")
 
 
 def canonical(value: object) -> bytes:

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any, assert_never
 
 from workers.errors import LoadFailed
-from workers.pairs import Interval, Report
+from workers.pairs import Interval, Report, is_sharer
 
 ORDER = ("receiver", "sharer", "reads_all", "relay", "cache", "no_context", "shuffled", "zero", "adapter", "baseline")
 _WIDTH, _ROW, _LEFT, _PLOT = 640, 24, 110, 440
@@ -52,6 +52,11 @@ class _Text:
 
 
 _Shape = _Bar | _Line | _Text
+
+
+def routes(report: Report) -> list[str]:
+    """Those that were measured, in the order they are shown in."""
+    return sorted(report.accuracy, key=lambda route: (ORDER.index("sharer" if is_sharer(route) else route), route))
 
 
 def picture(report: Report) -> str:
@@ -98,10 +103,9 @@ def _drawn(report: Report) -> tuple[list[_Shape], int]:
     y = 24 + 18 * len(head)
     shapes.append(_Text(10, y, f"n {report.n}, {report.date}, {report.numerics}", 11))
     y += 18
-    for route in ORDER:
-        if route in report.accuracy:
-            shapes += _row(y, route, report.accuracy[route])
-            y += _ROW
+    for route in routes(report):
+        shapes += _row(y, route, report.accuracy[route])
+        y += _ROW
     for name, ratios in (("K", report.change_k), ("V", report.change_v)):
         if ratios:
             shapes += _layers(y + 20, name, ratios)

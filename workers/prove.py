@@ -1,9 +1,9 @@
 """A pair that is held, and items -> its report: every route on the same items, with controls, and what follows.
 
-Routes: `receiver` and `sharer` read and answer alone, `relay` is the text twin, `cache` is the pair, `no_context` the
-receiver with the question alone (handover, where every item has a context). Controls: `shuffled` lets the sharer read
-another item of the same kind, `zero` lets it say nothing, `adapter` is a fuser that was trained without a sharer.
-`baseline` is any other model.
+Routes: `receiver` and `sharer` (of several also `sharer_2` and so on) read and answer alone, `relay` is the text twin,
+`cache` is the pair, `no_context` the receiver with the question alone (handover, where every item has a context).
+Controls: `shuffled` lets the sharers read another item of the same kind, `zero` lets them say nothing, `adapter` is a
+fuser that was trained without a sharer. `baseline` is any other model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from statistics import median
 import numpy as np
 
 from workers.asking import Answer, Asker
-from workers.counterfactual import otherwise
+from workers.counterfactual import otherwise, sharers_alone
 from workers.errors import BadPrompt, LoadFailed
 from workers.items import Item, digest_of_items
 from workers.pairing import HeldPair
-from workers.pairs import FORMAT, Compared, Interval, Report
+from workers.pairs import FORMAT, Compared, Interval, Report, is_sharer
 from workers.protocol import PairState
 from workers.runtime import Alone, Runtime
 from workers.verify import Evidence, derange, is_right, judge, numerics, paired, wilson
 
 CONTROLS = ("shuffled", "zero")
-_SLICED = ("receiver", "sharer", "cache", "shuffled")
+_SLICED = ("receiver", "cache", "shuffled")
 _REFUSALS = re.compile(
     r"\b(i (can ?not|can't|won't|will not|am unable|am not able|must decline)|i'm (unable|not able|sorry|afraid)"
     r"|as an ai|sorry, but|not appropriate to|against my)\b|죄송|抱歉|无法提供",
@@ -91,6 +91,7 @@ def measure_pair(
     runtime, measured = held.runtime, Measured()
     _sort(runtime, items, measured)
     routes = _routes(runtime, others)
+    sharers = [routes[name] for name in routes if is_sharer(name)]
     swapped = [] if isinstance(runtime, Alone) else _others(measured.items)
     total = len(measured.items) + len(measured.guarded)
     without = held.state.mode == "handover" and all(item.before for item in measured.items)
@@ -103,7 +104,7 @@ def measure_pair(
             other = [dict(m) for m in measured.items[swapped[number]].chat]
             said["shuffled"] = asker.ask(otherwise(runtime, "shuffled", other), item)
         if relay:
-            said["relay"] = asker.relay(routes["sharer"], routes["receiver"], item)
+            said["relay"] = asker.relay(sharers, routes["receiver"], item)
         if without:
             said["no_context"] = asker.ask(routes["receiver"], item, [dict(m) for m in item.last_only])
         for name, answer in said.items():
@@ -122,7 +123,7 @@ def _routes(runtime: Runtime, others: Others) -> dict[str, Runtime]:
     """Those that are one runtime, whatever the item."""
     found = {
         "receiver": otherwise(runtime, "receiver", None),
-        "sharer": otherwise(runtime, "sharer", None),
+        **sharers_alone(runtime),
         "cache": runtime,
     }
     if not isinstance(runtime, Alone):
@@ -203,7 +204,7 @@ def report_of(
         compared={
             route: compared(rights["cache"], r, clusters)
             for route, r in rights.items()
-            if route in ("receiver", "sharer", "relay", "baseline")
+            if route in ("receiver", "relay", "baseline") or is_sharer(route)
         },
         exact={route: wilson(sum(map(_exact, said, items)), n) for route, said in texts.items()},
         f1={
@@ -352,7 +353,9 @@ def _slices(rights: Mapping[str, Sequence[bool]], items: Sequence[Item]) -> dict
     for label in sorted({one for row in labels for one in row}):
         rows = [i for i, row in enumerate(labels) if label in row]
         found[label] = {
-            route: wilson(sum(rights[route][i] for i in rows), len(rows)) for route in _SLICED if route in rights
+            route: wilson(sum(rights[route][i] for i in rows), len(rows))
+            for route in rights
+            if route in _SLICED or is_sharer(route)
         }
     return found
 

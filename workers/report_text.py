@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from workers.pairs import Interval, Report
-from workers.pictures import ORDER
+from workers.pictures import routes
 
 
 def told(report: Report) -> str:
     """The verdict first, then every figure behind it."""
     lines = [f"{report.verdict}: {report.reason}", f"n {report.n}, {report.date}, {report.numerics}"]
-    routes = [route for route in ORDER if route in report.accuracy]
     lines.append(f"{'':<12}{'accuracy':<26}{'exact':>7}{'F1':>7}{'first ms':>10}{'all ms':>10}")
-    for route in routes:
+    for route in routes(report):
         row = f"{route:<12}{told_interval(report.accuracy[route]):<26}"
         row += f"{_value(report.exact.get(route)):>7}{_value(report.f1.get(route)):>7}"
         lines.append(row + f"{_ms(report.ttft_ms, route):>10}{_ms(report.latency_ms, route):>10}")

@@ -359,7 +359,7 @@ class Paired(OneTokenizer):
         others: Listing[Loaded] = (),
     ) -> None:
         self.name = name
-        self.decoder, self.sharer = receiver, sharer
+        self.decoder, self.sharer, self.others = receiver, sharer, tuple(others)
         self.fuser = fuser
         self.chunk = chunk
         self.mode, self.scope = mode, scope

@@ -11,11 +11,13 @@ import datetime
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from workers import fit_linear, vocabulary
 from workers.cache import KVCache
@@ -125,9 +127,9 @@ def train_pair(
     """`deaf`: as a control, the sharer says nothing. Raises LoadFailed: models that no such fuser stands between,
     nothing to learn from, or a folder in use.
     """
+    if deaf and plan.kind == "linear":
+        raise ValueError("what a linear plan is without its sharer, fit_pair says: no folder would take it")
     aligned = refuse(plan, sharer, receiver)
-    if deaf and (aligned or plan.kind == "linear"):
-        raise LoadFailed("a fuser that aligns two tokenizers, or is fitted, cannot be trained without its sharer")
     asked = _asked(plan, sharer, receiver, items)
     _enter(folder, asked, resume=resume)
     began = time.monotonic()
@@ -226,15 +228,22 @@ class _Done:
 def _fitted(
     folder: Path, sharer: Loaded, receiver: Loaded, items: Sequence[Item], plan: Plan, tell: Tell | None
 ) -> tuple[FuserInfo, _Done]:
-    """In closed form: one pass over the chats, so there is nothing to go on from."""
+    """There is nothing to go on from."""
+    fitted = fit_pair(sharer, receiver, items, plan, tell)
+    stored = fitted.fuser(plan.mode, receiver.dtype).save(folder)
+    info = FuserInfo(stored.kind, stored.digest, stored.shape.as_json(), stored.parameters)
+    return info, _Done(fitted.tokens + fitted.held_out)
+
+
+def fit_pair(
+    sharer: Loaded, receiver: Loaded, items: Sequence[Item], plan: Plan, tell: Tell | None = None, *, deaf: bool = False
+) -> fit_linear.Fitted:
+    """A linear plan in closed form: one pass over the chats. `deaf`: the sharer says nothing. Raises LoadFailed."""
     chats = [[*item.chat, *[{"role": "assistant", "content": a} for a in item.answers[:1]]] for item in items]
     texts = list(fit_linear.encoded(receiver.tokenizer, chats, plan.most))
     held_out = max(64, min(1024, plan.tokens // 10))
     recipe = fit_linear.Recipe(tokens=plan.tokens, scout=held_out, held_out=held_out)
-    fitted = fit_linear.fit(sharer, receiver, texts, recipe, tell)
-    stored = fitted.fuser(plan.mode, receiver.dtype).save(folder)
-    info = FuserInfo(stored.kind, stored.digest, stored.shape.as_json(), stored.parameters)
-    return info, _Done(fitted.tokens + fitted.held_out)
+    return fit_linear.fit(sharer, receiver, texts, recipe, tell, deaf=deaf)
 
 
 def _learnt(
@@ -259,7 +268,9 @@ def _learnt(
         options = {"enable_thinking": False} if plan.kind == "c2c" else {}
         found = lessons_of(receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options)
         lessons = Shuffled(found, plan.seed)
-    trainer = Trainer(sharer, receiver, fuser, lessons, plan.recipe(), _deaf(sharer, kept.read) if deaf else kept.read)
+    heard = replace(sharer, model=Silent(sharer)) if deaf else sharer
+    reads = _deaf(heard, kept.read) if deaf else kept.read
+    trainer = Trainer(heard, receiver, fuser, lessons, plan.recipe(), reads)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     resumed_at, loss = trainer.step, float("nan")
@@ -279,6 +290,19 @@ def _deaf(sharer: Loaded, reads: Reads) -> Reads:
         return silent(sharer, len(ids)) if loaded is sharer else reads(loaded, ids)
 
     return read
+
+
+class Silent:
+    """In the place of a sharer's model, where it is run section by section: it puts zero KV into the cache."""
+
+    def __init__(self, sharer: Loaded) -> None:
+        self._sharer = sharer
+
+    def __call__(self, *, input_ids: torch.Tensor, cache: Any, **_: Any) -> CausalLMOutputWithPast:
+        kv = silent(self._sharer, input_ids.shape[1])
+        for layer, (keys, values) in enumerate(kv.tensors()):
+            cache.update(keys, values, layer)
+        return CausalLMOutputWithPast(logits=torch.empty(0))
 
 
 def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser:

@@ -23,7 +23,7 @@ from workers.fusers.linear import LinearFuser
 from workers.fusers.lite import LiteFuser
 from workers.greedy import answers, read
 from workers.loader import Loaded
-from workers.pairs import FORMAT, Interval, Report, canonical, fingerprint, shape_recipe
+from workers.pairs import FORMAT, Interval, Report, canonical, fingerprint, is_sharer, shape_recipe
 
 ROUTES = ("receiver", "reads_all", "no_context", "cache", "shuffled", "zero")
 MIN_N = 100
@@ -232,9 +232,8 @@ def _judge_fuse(e: Evidence, min_gain: float) -> tuple[str, str]:
     cache, receiver = e.accuracy["cache"], e.accuracy["receiver"]
     if adapter := _adapter(e.accuracy, base=receiver.value, needed=cache.value - receiver.value):
         return adapter
-    for route in ("sharer", "relay"):
-        other = e.accuracy.get(route)
-        if other is not None and other.low > cache.high:
+    for route, other in e.accuracy.items():
+        if (route == "relay" or is_sharer(route)) and other.low > cache.high:
             return "dominated", f"{route} alone does better: {other.value:.3f} against {cache.value:.3f}"
     return "verified", f"gain {e.gain.value:+.3f}, at least {e.gain.low:+.3f}; it vanishes with another sharer's KV"
 

@@ -17,10 +17,11 @@ from transformers.utils import logging as quiet
 from workers import pairs
 from workers.asking import Asker
 from workers.config import Fleet, ModelConfig, PairConfig
-from workers.counterfactual import otherwise
+from workers.controls import adapter
+from workers.counterfactual import otherwise, sharers_alone
 from workers.engine import Engine
-from workers.errors import LoadFailed, WorkerError
-from workers.items import Chosen, Item, digest_of_items, read_items
+from workers.errors import WorkerError
+from workers.items import Chosen, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import PairFile, Party, Report
@@ -29,7 +30,6 @@ from workers.prove import Others, measure_pair, report_of
 from workers.public_data import SOURCES, load_public, named
 from workers.report_text import told
 from workers.runtime import Alone, Runtime
-from workers.train_pair import Plan, train_pair
 
 _CHUNK = 512
 
@@ -112,11 +112,9 @@ def _items(data: str, options: dict[str, Any]) -> Chosen:
 def hold(folder: Path, loader: Loader) -> tuple[HeldPair, PairFile]:
     """The pair of a folder, with the models that its `pair.json` names. Raises LoadFailed."""
     file = pairs.read_pair(folder)
-    if file.others:
-        raise LoadFailed(f"{folder}: a pair of several sharers cannot be verified")
-    config = PairConfig(
-        name=file.name, sharer=_model(file.sharer), receiver=_model(file.receiver), fuser=str(folder.absolute())
-    )
+    sharers = tuple(_model(party) for party in (file.sharer, *file.others))
+    named: dict[str, Any] = {"sharers": sharers} if file.others else {"sharer": sharers[0]}
+    config = PairConfig(name=file.name, receiver=_model(file.receiver), fuser=str(folder.absolute()), **named)
     return hold_pair(Fleet(models=(), pairs=(config,)), config, loader, None, _CHUNK), file
 
 
@@ -151,49 +149,29 @@ def _verify(folder: Path, found: Chosen, options: dict[str, Any]) -> Report:
 
 def _others(file: PairFile, held: HeldPair, loader: Loader, options: dict[str, Any], stack: ExitStack) -> Others:
     receiver = otherwise(held.runtime, "receiver", None).decoder
-    sharer = otherwise(held.runtime, "sharer", None).decoder
-    size = {"receiver": _bytes(receiver), "sharer": _bytes(sharer)}
-    same = receiver.digests.weights == sharer.digests.weights
-    fuser = file.fuser.parameters * receiver.dtype.itemsize
-    size["cache"] = fuser + (max(size.values()) if same else sum(size.values()))
-    adapter: Runtime | None = None
+    sharers = {name: alone.decoder for name, alone in sharers_alone(held.runtime).items()}
+    models = {"receiver": receiver, **sharers}
+    size = {route: _bytes(model) for route, model in models.items()}
+    whole: dict[str, int] = {}
+    for route, model in models.items():
+        # The same weights lie in memory once, the layers that are kept with them.
+        weights = model.digests.weights
+        whole[weights] = max(size[route], whole.get(weights, 0))
+    size["cache"] = file.fuser.parameters * receiver.dtype.itemsize + sum(whole.values())
+    control: Runtime | None = None
     if options["control"]:
-        adapter = _adapter(file, sharer, receiver, read_items(options["train_data"]), stack)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        control = adapter(file, sharers["sharer"], receiver, read_items(options["train_data"]), place, _CHUNK)
     baseline: Runtime | None = None
     if options["baseline"]:
         loaded = loader.load(ModelConfig.model_validate({"model": options["baseline"], "dtype": file.receiver.dtype}))
         baseline = Alone("baseline", loaded, None, _CHUNK)
         size["baseline"] = _bytes(loaded)
-    return Others(adapter, baseline, size)
+    return Others(control, baseline, size)
 
 
 def _bytes(loaded: Loaded) -> int:
     return sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-
-
-def _adapter(file: PairFile, sharer: Loaded, receiver: Loaded, items: list[Item], stack: ExitStack) -> Runtime:
-    """The same training, on the same items, with a sharer that says nothing. Raises LoadFailed."""
-    if file.training is None or file.fuser.kind == "linear":
-        raise LoadFailed(f"pair {file.name}: its fuser was not trained by steps, so it cannot be trained again")
-    if file.training.data != digest_of_items(items):
-        raise LoadFailed(f"pair {file.name}: was trained on other items than those of --train-data")
-    place = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "adapter"
-    train_pair(place, "adapter", sharer, receiver, items, Plan(**file.training.options), deaf=True)
-    parties = {role: _model(getattr(file, role)) for role in ("sharer", "receiver")}
-    config = PairConfig(name="adapter", fuser=str(place), **parties)
-    known = _Known({"sharer": sharer, "receiver": receiver}, config)
-    return otherwise(hold_pair(Fleet(models=(), pairs=(config,)), config, known, None, _CHUNK).runtime, "zero", None)
-
-
-class _Known(Loader):
-    """Gives out models that are loaded already."""
-
-    def __init__(self, models: dict[str, Loaded], config: PairConfig) -> None:
-        super().__init__(str(models["receiver"].device))
-        self._known = [(config.sharer, models["sharer"]), (config.receiver, models["receiver"])]
-
-    def load(self, config: ModelConfig) -> Loaded:
-        return next(loaded for known, loaded in self._known if known == config)
 
 
 def _bar(as_json: bool) -> Any:

@@ -306,6 +306,8 @@ def test_safety_and_a_baseline_take_a_verdict_away() -> None:
     better = replace(good, accuracy=good.accuracy | {"baseline": Interval(0.9, 0.88, 0.92, 400)})
     assert judge(better)[0] == "verified"
     assert judge(replace(better, fair_baseline=True))[0] == "dominated"
+    alone = replace(good, accuracy=good.accuracy | {"sharer_2": Interval(0.9, 0.88, 0.92, 400)})
+    assert judge(alone) == ("dominated", "sharer_2 alone does better: 0.900 against 0.700")
     retrained = replace(good, accuracy=good.accuracy | {"adapter": Interval(0.68, 0.65, 0.71, 400)})
     assert judge(retrained)[0] == "adapter-only"
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from router.cli import main
 from tests.tiny import TEMPLATE, tokenizer
 from tests.workers.test_official_runtime import ask, tokens_of
 from tests.workers.test_runtime import finish, keep_of
@@ -191,6 +193,31 @@ def test_such_a_folder_can_be_proven(place: Path, loader: Loader, tmp_path: Path
         pairs.write(folder, "pair.json", pairs.PairFile(**{**_fields(file), **changed}))
         with pytest.raises(LoadFailed, match=says):
             paired(place, loader, **asked)
+
+
+def test_such_a_folder_is_verified(place: Path, loader: Loader, tmp_path: Path) -> None:
+    """`pair verify`: each sharer answers alone, all write hints for the relay, and the controls silence or swap all."""
+    folder = merged(place, tmp_path)
+    pair = paired(place, loader, fusers=(), fuser=str(folder))
+    receiver, *sharers = [loader.load(c) for c in fleet_of(place).models]
+    info = FuserInfo("c2c", pair.fuser.digest, parameters=pair.fuser.parameters)
+    publish(
+        folder, "both", sharers[0], receiver, info, mode="fuse", scope="prompt", made="2026-01-01", others=sharers[1:]
+    )
+    rows = [{"question": f"{i}", "choices": ["a", "b"], "answer": "ab"[i % 2]} for i in range(4)]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--data", str(tmp_path / "items.jsonl"), "--max-tokens", "2", "--hint-tokens", "2", "--device", "cpu"]
+    done = CliRunner().invoke(main, ["pair", "verify", str(folder), *options])
+    report = pairs.read_report(folder)
+    assert report is not None, done.output
+    assert report.fingerprint == pair.fingerprint
+    assert list(report.accuracy) == ["receiver", "sharer", "sharer_2", "cache", "zero", "shuffled", "relay"]
+    assert set(report.compared) == {"receiver", "sharer", "sharer_2", "relay"}
+    assert report.ttft_ms["relay"] > max(report.latency_ms[name] for name in ("sharer", "sharer_2"))
+    alone = [report.weight_bytes[name] for name in ("receiver", "sharer", "sharer_2")]
+    assert report.weight_bytes["cache"] == sum(alone) + 4 * pair.fuser.parameters
+    shown = [line.split()[0] for line in done.stdout.splitlines()[3:10]]
+    assert shown == ["receiver", "sharer", "sharer_2", "relay", "cache", "shuffled", "zero"]
 
 
 def test_another_dtype_is_unproven_and_not_refused(place: Path, loader: Loader, tmp_path: Path) -> None:
