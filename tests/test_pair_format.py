@@ -19,15 +19,17 @@ from workers import pairs, sealing
 from workers.cache import KVCache
 from workers.fusers.linear import LinearFuser
 from workers.fusers.lite import LiteFuser
+from workers.fusers.mix import MixFuser
 
 VECTORS = Path(__file__).parent / "vectors"
 Array = Any
 
 
-def turned(keys: Array, start: int, theta: float, sign: float) -> Array:
-    """(…, tokens, size): dimension i with i + size/2."""
+def turned(keys: Array, start: int | Array, theta: float, sign: float) -> Array:
+    """(…, tokens, size): dimension i with i + size/2; from `start` on, or at the positions given."""
     tokens, size = keys.shape[-2:]
-    angles = np.outer(np.arange(start, start + tokens), theta ** (-2 * np.arange(size // 2) / size))
+    at = np.arange(start, start + tokens) if isinstance(start, int) else start
+    angles = np.outer(at, theta ** (-2 * np.arange(size // 2) / size))
     cos, sin = np.cos(angles), sign * np.sin(angles)
     a, b = keys[..., : size // 2], keys[..., size // 2 :]
     return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
@@ -47,6 +49,8 @@ def read_by_hand(folder: Path) -> tuple[Array, Array]:
     w = {name: t.float().numpy() for name, t in load_torch(folder / "fuser.safetensors").items()}
     given = load_file(folder / "vector.safetensors")
     start = int(given["start"])
+    if shape.get("network") == "mix":
+        return by_hand_mix(shape, w, given, start)
     x = rows(turned(given["source.k"].astype(float), start, sharer["rope_theta"], -1), given["source.v"])
     made = by_hand_lite(shape, w, x) if info["fuser"]["kind"] == "lite" else by_hand_linear(shape, w, x, start)
     layers, _, tokens, _ = made.shape
@@ -72,6 +76,45 @@ def by_hand_lite(shape: dict[str, Any], w: dict[str, Array], x: Array) -> Array:
     return np.stack(found)
 
 
+def by_hand_mix(shape: dict[str, Any], w: dict[str, Array], given: dict[str, Array], start: int) -> tuple[Array, Array]:
+    sharer, receiver, tokens = shape["sharer"], shape["receiver"], given["source.k"].shape[2]
+    heard_at = given.get("heard_at", np.arange(start, start + tokens))
+    x = rows(turned(given["source.k"].astype(float), heard_at, sharer["rope_theta"], -1), given["source.v"])
+    u = np.clip((x - w["theirs_mean"][:, :, None]) / w["theirs_deviation"][:, :, None], -6, 6)
+    base, mine = (
+        np.broadcast_to(w["ours_mean"][:, :, None], (*w["ours_mean"].shape[:2], tokens, w["scale"].shape[2])),
+        None,
+    )
+    if shape["own"]:
+        base = rows(turned(given["own.k"].astype(float), start, receiver["rope_theta"], -1), given["own.v"])
+        mine = np.clip((base - w["ours_mean"][:, :, None]) / w["ours_deviation"][:, :, None], -6, 6)
+    found = []
+    for layer, reads in enumerate(shape["reads"]):
+        inputs = u[reads].transpose(2, 0, 1, 3).reshape(tokens, -1)
+        if mine is not None:
+            inputs = np.concatenate((inputs, mine[layer].transpose(1, 0, 2).reshape(tokens, -1)), axis=1)
+        part = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items()}
+        code = inputs @ part["down.weight"].T + part["down.bias"]
+        if shape["hidden"]:
+            even = code / np.sqrt((code**2).mean(1, keepdims=True) + np.finfo(np.float32).eps)
+            gated, value = np.split(even @ part["widen.weight"].T, 2, axis=1)
+            code = code + (gated / (1 + np.exp(-gated)) * value) @ part["narrow.weight"].T
+        gate = 2 / (1 + np.exp(-(code @ part["gate.weight"].T + part["gate.bias"])))
+        y = (code @ part["up.weight"].T + part["up.bias"]).reshape(tokens, gate.shape[1], -1) * gate[:, :, None]
+        change = y.reshape(tokens, 2, -1).transpose(1, 0, 2)
+        found.append(base[layer] + w["scale"][layer][:, None] * change)
+    made = (
+        np.stack(found)
+        .reshape(len(found), 2, tokens, receiver["heads"], receiver["head_size"])
+        .transpose(0, 1, 3, 2, 4)
+    )
+    keys, values = turned(made[:, 0], start, receiver["rope_theta"], 1), made[:, 1]
+    if shape["last"]:
+        kept = tokens - shape["last"]
+        keys[:, :, :kept], values[:, :, :kept] = given["own.k"][:, :, :kept], given["own.v"][:, :, :kept]
+    return keys, values
+
+
 def by_hand_linear(shape: dict[str, Any], w: dict[str, Array], x: Array, start: int) -> Array:
     found = []
     for layer, reads in enumerate(shape["layers"]):
@@ -83,7 +126,7 @@ def by_hand_linear(shape: dict[str, Any], w: dict[str, Array], x: Array, start: 
     return np.stack(found)
 
 
-@pytest.mark.parametrize("name", ["lite", "linear", "linear-fuse"])
+@pytest.mark.parametrize("name", ["lite", "mix", "mix-fuse", "linear", "linear-fuse"])
 def test_a_second_reader_agrees(name: str) -> None:
     """What numpy makes of the folder by the page is the vector, and so is what our reader makes."""
     folder = VECTORS / name
@@ -93,12 +136,16 @@ def test_a_second_reader_agrees(name: str) -> None:
     np.testing.assert_allclose(values, given["expected.v"], rtol=1e-4, atol=1e-4)
     file = pairs.read_pair(folder)
     fuser: Any
-    if file.fuser.kind == "lite":
+    start = int(given["start"])
+    if name.startswith("mix"):
+        fuser = MixFuser.from_folder(folder, torch.float32)
+    elif file.fuser.kind == "lite":
         fuser = LiteFuser.from_folder(folder, torch.float32)
     else:
         fuser = LinearFuser.from_folder(folder, torch.float32, mode=file.mode)
     parts = {part: _kv(given, part) for part in ("source", "own") if f"{part}.k" in given}
-    made = fuser.project(parts["source"], parts.get("own"), int(given["start"]))
+    heard_at = (torch.from_numpy(given["heard_at"]),) if "heard_at" in given else ()
+    made = fuser.project(parts["source"], parts.get("own"), start, *heard_at)
     torch.testing.assert_close(torch.cat(made.keys), torch.from_numpy(given["expected.k"]))
     torch.testing.assert_close(torch.cat(made.values), torch.from_numpy(given["expected.v"]))
     digest = hashlib.sha256((folder / "fuser.safetensors").read_bytes()).hexdigest()

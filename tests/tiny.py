@@ -48,9 +48,16 @@ def tokenizer(vocab: int = 400, *, ascii_only: bool = False) -> PreTrainedTokeni
 
 
 def make_model(
-    folder: Path, *, seed: int = 0, layers: int = 3, hidden: int = 48, context: int = 2048, ascii_only: bool = False
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    hidden: int = 48,
+    kv_heads: int = 2,
+    context: int = 2048,
+    ascii_only: bool = False,
 ) -> Path:
-    """A random Llama with two KV heads, in the Hugging Face layout."""
+    """A random Llama with four heads, in the Hugging Face layout."""
     torch.manual_seed(seed)
     tok = tokenizer(ascii_only=ascii_only)
     config = LlamaConfig(
@@ -59,7 +66,7 @@ def make_model(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=context,
         initializer_range=0.3,
         bos_token_id=0,

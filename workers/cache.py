@@ -46,6 +46,13 @@ class KVCache:
         """Tokens start..stop-1, as views."""
         return KVCache([k[:, :, start:stop] for k in self.keys], [v[:, :, start:stop] for v in self.values])
 
+    def pick(self, places: torch.Tensor) -> KVCache:
+        """The tokens at these places, in this order; layers that hold none stay empty."""
+        return KVCache(
+            [k[:, :, places] if k.shape[2] else k for k in self.keys],
+            [v[:, :, places] if v.shape[2] else v for v in self.values],
+        )
+
     def clone(self) -> KVCache:
         """A copy whose memory is its own and contiguous."""
         return KVCache(

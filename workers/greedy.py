@@ -71,21 +71,28 @@ def answers(loaded: Loaded, kv: KVCache, rests: Sequence[Sequence[int]], most: i
 
 
 def answer_logits(
-    loaded: Loaded, kv: KVCache, rests: Sequence[Sequence[int]], given: Sequence[Sequence[int]]
+    loaded: Loaded,
+    kv: KVCache,
+    rests: Sequence[Sequence[int]],
+    given: Sequence[Sequence[int]],
+    seen: Sequence[int] | None = None,
 ) -> Tensor:
     """Logits (sum of answer lengths, vocabulary) that predict each token of the given answers, row after row.
 
-    Gradients flow into `kv`.
+    `kv` is that of all rows, or one each, of which the first `seen` slots count. Gradients flow into it.
     """
-    rows, device, seen = len(rests), loaded.device, len(kv)
+    rows, device, room = len(rests), loaded.device, len(kv)
     lines = [[*rest, *answer] for rest, answer in zip(rests, given, strict=True)]
     width = max(map(len, lines))
-    ids = torch.zeros(rows, width, dtype=torch.long, device=device)
-    mask = torch.zeros(rows, seen + width, dtype=torch.long, device=device)
-    for row, line in enumerate(lines):
-        ids[row, : len(line)] = torch.tensor(line, device=device)
-        mask[row, : seen + len(line)] = 1
-    positions = torch.arange(seen, seen + width, device=device).expand(rows, -1)
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    mask = torch.zeros(rows, room + width, dtype=torch.long)
+    lengths = torch.tensor(seen if seen is not None else [room] * rows)
+    for row, (line, length) in enumerate(zip(lines, lengths.tolist(), strict=True)):
+        ids[row, : len(line)] = torch.tensor(line)
+        mask[row, :length] = 1
+        mask[row, room : room + len(line)] = 1
+    positions = lengths[:, None] + torch.arange(width)
+    ids, mask, positions = (t.to(device) for t in (ids, mask, positions))
     out = loaded.model.get_decoder()(
         input_ids=ids, attention_mask=mask, position_ids=positions, cache=expand(kv, rows), use_cache=True
     )

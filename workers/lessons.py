@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from workers.align import Aligner
 from workers.errors import BadPrompt, LoadFailed
 from workers.fusers.c2c import Strategy
 from workers.items import Item
-from workers.prompt import split_context
+from workers.matching import Matcher
+from workers.prompt import Heard, chat_ids
 from workers.train import AlignedLesson, Ask, Lesson
 
 T = TypeVar("T")
@@ -20,30 +21,45 @@ _TOGETHER = 6
 
 
 def lessons_of(
-    tokenizer: Any, items: Sequence[Item], *, scope: str, most: int, options: dict[str, bool]
+    tokenizer: Any,
+    items: Sequence[Item],
+    *,
+    scope: str,
+    most: int,
+    options: Mapping[str, bool],
+    matcher: Matcher | None = None,
 ) -> list[Lesson]:
-    """Questions about one context share a lesson. What is longer than `most` tokens, or has nothing to share, is left
-    out. `options` are the chat template's. Raises LoadFailed where nothing is left.
+    """Questions about one context share a lesson. What is longer than `most` tokens, has nothing to share, or cannot be
+    matched is left out. `options` are the chat template's; a `matcher` reads for a sharer with another tokenizer.
+    Raises LoadFailed where nothing is left.
     """
-    by_context: dict[tuple[int, ...], list[Ask]] = {}
+    by_context: dict[tuple[tuple[int, ...], Heard | None], list[Ask]] = {}
+    why = ""
     for item in items:
         if not item.answers:
             continue
-        context, rest = split_context(tokenizer, item.chat, **options)
+        try:
+            prompt = chat_ids(tokenizer, item.chat, **options) if matcher is None else matcher.match(item.chat)
+        except BadPrompt as error:
+            why = f" ({error})"
+            continue
         answer = answer_ids(tokenizer, item, options)
-        if scope == "prompt":
-            # All but the last token is shared.
-            context, rest = [*context, *rest[:-1]], rest[-1:]
-        if context and len(context) + len(rest) + len(answer) <= most:
-            by_context.setdefault(tuple(context), []).append(Ask(tuple(rest), tuple(answer)))
+        # In the scope `prompt` all but the last token is shared.
+        shared = len(prompt) - 1 if scope == "prompt" else prompt.context
+        longest = max(len(prompt) + len(answer), len(prompt.heard.ids) if prompt.heard else 0)
+        if shared and longest <= most:
+            ask = Ask(prompt.ids[shared:], tuple(answer))
+            by_context.setdefault((prompt.ids[:shared], prompt.heard), []).append(ask)
     found = [
-        Lesson(context, (tuple(asks[start : start + _TOGETHER]),))
-        for context, asks in by_context.items()
+        Lesson(context, (tuple(asks[start : start + _TOGETHER]),), heard)
+        for (context, heard), asks in by_context.items()
         for start in range(0, len(asks), _TOGETHER)
     ]
     if not found:
         needs = "an answer and something before the last user message" if scope == "context" else "an answer"
-        raise LoadFailed(f"none of the {len(items)} items can be learnt from: each needs {needs}, in {most} tokens")
+        raise LoadFailed(
+            f"none of the {len(items)} items can be learnt from: each needs {needs}, in {most} tokens{why}"
+        )
     return found
 
 
@@ -69,7 +85,7 @@ def aligned_lessons(
     return found
 
 
-def answer_ids(tokenizer: Any, item: Item, options: dict[str, bool]) -> list[int]:
+def answer_ids(tokenizer: Any, item: Item, options: Mapping[str, bool]) -> list[int]:
     """The first right answer and what ends it: as the chat template writes it, else the tokenizer's own end."""
     before = tokenizer.apply_chat_template(item.chat, tokenize=False, add_generation_prompt=True, **options)
     told = [*item.chat, {"role": "assistant", "content": item.answers[0]}]

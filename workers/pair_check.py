@@ -203,20 +203,29 @@ def c2c_parameters(sharer: KVShape, receiver: KVShape) -> int:
 def _lite(
     sharer: Outline, receiver: Outline, source: KVShape, target: KVShape, tokenizers: str, tflops: float
 ) -> Option:
-    from workers.fusers.lite import LiteNet, LiteShape, copied_layers
+    from workers.fusers.lite import LiteNet, LiteShape, copied_layers, fits
+    from workers.fusers.mix import MixNet, MixShape
 
-    if tokenizers == "alignment needed":
-        return Option("lite", "handover", (), False, "the sharer would misread the receiver's token ids")
-    try:
-        shape = LiteShape(source, target, copied_layers(source, target, None), LITE_RANK)
-    except LoadFailed as error:
-        return Option("lite", "handover", (), False, str(error).removeprefix("lite fuser: "))
+    matched = tokenizers == "alignment needed"
+    if matched:
+        for role, vocabulary in (("sharer", sharer.vocabulary), ("receiver", receiver.vocabulary)):
+            if not vocabulary.template:
+                return Option("lite", "fuse", (), False, f"chats must be matched, and the {role} has no chat template")
+    turns = source.rope_theta is not None and target.rope_theta is not None
+    reason = "each model reads its own tokens, and fused slots are not stored" if matched else ""
     with torch.device("meta"):
-        net = LiteNet(shape)
+        net: LiteNet | MixNet
+        if turns and not matched and fits(source, target):
+            net = LiteNet(LiteShape(source, target, copied_layers(source, target, None), LITE_RANK))
+            reason = reason or "the size is that of handover"
+        else:
+            reads = (tuple(range(source.layers)),) * target.layers
+            net = MixNet(MixShape(source, target, own=True, reads=reads, rank=LITE_RANK))
     parameters = sum(p.numel() for p in net.parameters())
     cost = _training(sharer, receiver, parameters, tflops)
+    mode = "handover or fuse" if turns else "fuse"
     # It computes in float32, whatever the models do.
-    return Option("lite", "handover", ("prompt", "context"), True, "", parameters, parameters * 4, *cost)
+    return Option("lite", mode, ("prompt", "context"), True, reason, parameters, parameters * 4, *cost)
 
 
 def _linear(

@@ -18,6 +18,7 @@ from workers.fusers.several import JointFuser
 from workers.hub import fetch
 from workers.loader import Loaded, Loader
 from workers.pairs import shape_recipe
+from workers.prompt import WITHOUT_THINKING
 from workers.protocol import PairState
 from workers.response import Responding
 from workers.runtime import Alone, Paired, Runtime
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from workers.fusers.c2c import Fusion, Official
     from workers.fusers.linear import LinearFuser
     from workers.fusers.lite import LiteFuser
+    from workers.fusers.mix import MixFuser
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,7 @@ def hold_pair(fleet: Fleet, config: PairConfig, loader: Loader, store: KVStore |
     else:
         fuser = load_fuser(kind, folder, receiver, mode)
         _require_mode(config.name, fuser, mode)
-        # Their digest is over the weights alone: which layers those map, and how far, is said by the shape.
-        runtime = pair.joined(fuser, recipe=shape_recipe(fuser.shape))
+        runtime = _ours(pair, fuser)
     # What several fusers were proven to do is said nowhere: each report is about its own pair.
     report = pairs.read_report(folder) if folder is not None and not config.fusers else None
     state = PairState(config.name, runtime.fingerprint, mode, scope, kind, runtime.context)
@@ -124,19 +125,55 @@ def fuser_folder(fuser: str) -> Path | None:
     return fetch(fuser)
 
 
-def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> LiteFuser | LinearFuser:
+def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> LiteFuser | MixFuser | LinearFuser:
     """Our own networks. Raises LoadFailed."""
     if folder is None:
         raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")
     if kind == "lite":
         from workers.fusers.lite import LiteFuser
+        from workers.fusers.mix import NETWORK, MixFuser
 
-        return LiteFuser.from_folder(folder, receiver.dtype, receiver.device)
+        network = pairs.read_pair(folder).fuser.shape.get("network")
+        if network not in (None, NETWORK):
+            raise LoadFailed(f"{folder}: a lite fuser of network {network!r}, which this release does not know")
+        made = LiteFuser if network is None else MixFuser
+        return made.from_folder(folder, receiver.dtype, receiver.device)
     if kind == "linear":
         from workers.fusers.linear import LinearFuser
 
         return LinearFuser.from_folder(folder, receiver.dtype, receiver.device, mode=mode)
     raise LoadFailed(f"{folder}: fusers of kind {kind!r} are not supported; there are c2c, lite, linear, identity")
+
+
+def _ours(pair: _Parts, fuser: LiteFuser | MixFuser | LinearFuser) -> Runtime:
+    """Our own networks, run as their shapes say."""
+    from workers.fusers.mix import MixFuser
+
+    # Their digest is over the weights alone: which layers those map, and how far, is said by the shape.
+    recipe = shape_recipe(fuser.shape)
+    if not isinstance(fuser, MixFuser):
+        return pair.joined(fuser, recipe=recipe)
+    sharer, receiver = pair.sharers[0], pair.receiver
+    for role, model, shape in (("sharer", sharer, fuser.shape.sharer), ("receiver", receiver, fuser.shape.receiver)):
+        if model.shape != shape:
+            raise LoadFailed(f"pair {pair.config.name}: its fuser was made for a {role} of another KV shape")
+    if read_alike(sharer, receiver):
+        return pair.joined(fuser, recipe=recipe, template=WITHOUT_THINKING, piecewise=not fuser.shape.last)
+    from workers.matched_runtime import MatchedPair
+
+    for role, model in (("sharer", sharer), ("receiver", receiver)):
+        if model.tokenizer.chat_template is None:
+            raise LoadFailed(f"pair {pair.config.name}: the {role} has no chat template, so chats cannot be matched")
+    recipe["tokens"] = "matched"
+    return pair.joined(fuser, MatchedPair, recipe=recipe, template=WITHOUT_THINKING)
+
+
+def read_alike(sharer: Loaded, receiver: Loaded) -> bool:
+    """The sharer may read the receiver's token ids as they are."""
+    if sharer.digests.tokenizer == receiver.digests.tokenizer:
+        return True
+    ours, theirs = receiver.tokenizer.get_vocab(), sharer.tokenizer.get_vocab()
+    return vocabulary.compare(ours, theirs, sharer.vocab).ids_pass
 
 
 def _require_mode(name: str, fuser: Fuser | JointFuser, mode: str) -> None:
@@ -177,7 +214,7 @@ def _official(pair: _Parts, folder: Path, file: pairs.PairFile | None) -> Runtim
     recipe = first.recipe | ({"fusion": fuser.fusion} if isinstance(fuser, JointFuser) else {})
     # Without an open gate the answer is the receiver's own, and there is nothing to include.
     kind = Responding if first.include_response and first.fuser.source_layers else Paired
-    return pair.joined(fuser, kind, recipe=recipe, template={"enable_thinking": False})
+    return pair.joined(fuser, kind, recipe=recipe, template=WITHOUT_THINKING)
 
 
 def _checkpoint(pair: _Parts, place: int) -> Official:

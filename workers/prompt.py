@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+WITHOUT_THINKING = {"enable_thinking": False}
+"""Options of chat templates; those that know no thinking ignore it."""
+
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A chat as a sharer with its own tokenizer reads it, as far as it is shared."""
+
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+    """By shared receiver slot: the sharer's slot that it takes; never falling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,8 @@ class Prompt:
     context: int
     aligned: Aligned | None = None
     """The chat as two models with different tokenizers read it; `ids` are then the receiver's, without padding."""
+    heard: Heard | None = None
+    """What the sharer reads where that is not the receiver's ids."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,7 +58,12 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], **options: bool) ->
     """Render with the model's own chat template and its `options`. Raises BadPrompt in the caller's terms."""
     plain = plain_messages(messages)
     refuse_control_tokens(tokenizer, plain)
-    context, rest = split_context(tokenizer, plain, **options)
+    return chat_ids(tokenizer, plain, **options)
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Message], **options: bool) -> Prompt:
+    """Of messages that are plain already. Raises BadPrompt where the template refuses them."""
+    context, rest = split_context(tokenizer, messages, **options)
     return Prompt((*context, *rest), len(context))
 
 
@@ -62,12 +81,18 @@ def split_context(tokenizer: Any, messages: Sequence[Message], **options: bool) 
     The two are tokenized apart, so that the context's ids do not depend on the question. Where the template renders
     the beginning differently without the last message, the context is empty.
     """
+    before, rest = render_split(tokenizer, messages, **options)
+    return _encode(tokenizer, before), _encode(tokenizer, rest)
+
+
+def render_split(tokenizer: Any, messages: Sequence[Message], **options: bool) -> tuple[str, str]:
+    """Text of what stands before the last user message, and of the rest with the generation prompt."""
     full = _render(tokenizer, messages, options, generation=True)
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
     before = _render(tokenizer, messages[:last], options, generation=False) if last else ""
     if not full.startswith(before):
         before = ""
-    return _encode(tokenizer, before), _encode(tokenizer, full[len(before) :])
+    return before, full[len(before) :]
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], options: dict[str, bool], *, generation: bool) -> str:

@@ -357,10 +357,13 @@ class Paired(OneTokenizer):
         recipe: dict[str, Any] | None = None,
         template: Mapping[str, bool] | None = None,
         others: Listing[Loaded] = (),
+        piecewise: bool = True,
     ) -> None:
+        """`piecewise`: the fuser maps every slot by itself, so fused KV of a prefix serves the whole."""
         self.name = name
         self.decoder, self.sharer, self.others = receiver, sharer, tuple(others)
         self.fuser = fuser
+        self.piecewise = piecewise
         self.chunk = chunk
         self.mode, self.scope = mode, scope
         self.context = min(model.context for model in (sharer, *others, receiver))
@@ -395,7 +398,8 @@ class Paired(OneTokenizer):
         fuser = self.fuser.change()
         spent.gates_open, spent.gates = fuser.gates_open, fuser.gates
         # With its tail: a context that was shared before needs no sharer, whatever its length.
-        claim = yield from self._fused.recall(target, ids[:shared], keep, shared, tail=True)
+        kept = keep if self.piecewise else None
+        claim = yield from self._fused.recall(target, ids[:shared], kept, shared, tail=True)
         try:
             spent.reused = target.seen
             if spent.reused < shared:
@@ -458,7 +462,7 @@ class Paired(OneTokenizer):
             spent.change = Changed.of([(1, changes(projected, own))])
         target.put(projected)
         spent.fuse_s = time.perf_counter() - clock
-        self._fused.keep(ids, target.kv(), keep, start, tail=True)
+        self._fused.keep(ids, target.kv(), keep if self.piecewise else None, start, tail=True)
         yield None
 
     def _project(self, sources: Listing[KVCache], own: KVCache | None, start: int) -> KVCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,11 +22,14 @@ from workers.align import Aligned
 from workers.c2c_run import Batch, Sharer, aligned_prompt, batch_loss
 from workers.cache import KVCache
 from workers.errors import LoadFailed
-from workers.fusers.base import Change
+from workers.fusers.base import Change, Slots
 from workers.fusers.c2c import C2CFuser
+from workers.fusers.mix import MixFuser
 from workers.greedy import answer_logits, read
+from workers.lesson_batch import grouped, summed_loss
 from workers.loader import Loaded
 from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, write
+from workers.prompt import Heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Lesson:
 
     context: tuple[int, ...]
     batches: tuple[tuple[Ask, ...], ...]
+    heard: Heard | None = None
+    """The context as a sharer with another tokenizer reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,8 @@ class Trainable(Protocol):
     def change(self) -> Change:
         """Gates as they stand."""
 
-    def calibrate(self, sources: Sequence[KVCache]) -> None:
-        """Before the first step: KV of some contexts."""
+    def calibrate(self, seen: Sequence[Slots]) -> None:
+        """Before the first step: some contexts as both models have read them."""
 
     def train(self, mode: bool = True) -> None:
         """As torch modules."""
@@ -95,7 +100,7 @@ class Recipe:
     weight_decay: float = 0.0
     clip: float = 1.0
     calibrate: int = 12
-    """Contexts read for the mean and deviation of the sharer's KV."""
+    """Contexts read for the mean and deviation of KV."""
     batch: int = 1
     """Lessons in a step."""
     decay: Literal["cosine", "linear"] = "cosine"
@@ -103,6 +108,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.99)
     seed: int = 0
     """Of dropout and of the gates' noise."""
+    muon: float = 0.0
+    """Rate of the matrices, which Muon learns instead of AdamW; 0 leaves all to AdamW."""
 
     def rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to the floor; or linear both ways."""
@@ -151,9 +158,7 @@ class Trainer:
         self.tokens = 0
         """Learnt from since this process began: contexts, questions and answers."""
         self.fuser.net.requires_grad_(True)
-        self._optimizer = torch.optim.AdamW(
-            fuser.net.parameters(), lr=recipe.rate, betas=recipe.betas, weight_decay=recipe.weight_decay
-        )
+        self._optimizers = _optimizers(fuser.net, recipe)
 
     def run(self, until: int | None = None, tell: Callable[[Progress], None] | None = None) -> float:
         """Steps from where it stands to `until` (default: all). Returns the smoothed loss."""
@@ -175,37 +180,61 @@ class Trainer:
 
     def _calibrate(self) -> None:
         found = [self.lessons(i) for i in range(self.recipe.calibrate)]
-        self.fuser.calibrate([self.reads(self.sharer, one.context) for one in found if isinstance(one, Lesson)])
+        self.fuser.calibrate([self._slots(one, own=True) for one in found if isinstance(one, Lesson)])
 
     def _learn(self) -> float:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.rate_at(self.step)
+        rate = self.recipe.rate_at(self.step) / self.recipe.rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+            optimizer.zero_grad(set_to_none=True)
         batch = self.recipe.batch
         lessons = [self.lessons(self.step * batch + i) for i in range(batch)]
-        counts = [_supervised(lesson) for lesson in lessons]
-        self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
         with torch.random.fork_rng():
             torch.manual_seed(self.recipe.seed * 1_000_003 + self.step)
-            for lesson, count in zip(lessons, counts, strict=True):
-                # Every supervised token of a step weighs the same, whatever lesson it is in.
-                loss = self.loss(lesson) * (count / sum(counts))
+            for loss in self.losses(lessons):
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.fuser.net.parameters(), self.recipe.clip)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         self.fuser.anneal(self.step + 1)
         self.tokens += sum(_tokens(lesson) for lesson in lessons)
         return total
+
+    def losses(self, lessons: Sequence[Lesson | AlignedLesson]) -> Iterator[torch.Tensor]:
+        """Parts of the step's loss. Every supervised token of a step weighs the same, whatever lesson it is in."""
+        count = sum(_supervised(lesson) for lesson in lessons)
+        if isinstance(self.fuser, MixFuser):
+            own = self.fuser.needs_own
+            for group in grouped([lesson for lesson in lessons if isinstance(lesson, Lesson)]):
+                slots = [self._slots(lesson, own=own) for lesson in group]
+                yield summed_loss(self.receiver, self.fuser, group, slots) / count
+            return
+        for lesson in lessons:
+            yield self.loss(lesson) * (_supervised(lesson) / count)
 
     def loss(self, lesson: Lesson | AlignedLesson) -> torch.Tensor:
         """Mean cross-entropy of the answers; of a lesson every batch of questions weighs the same."""
         if isinstance(lesson, AlignedLesson):
             return self._aligned_loss(lesson.aligned)
-        source = self.reads(self.sharer, lesson.context)
-        own = self.reads(self.receiver, lesson.context) if self.fuser.needs_own else None
-        kv = self.fuser.project(source, own, 0)
+        slots = self._slots(lesson, own=self.fuser.needs_own)
+        if lesson.heard is None:
+            kv = self.fuser.project(slots.source, slots.own, 0)
+        elif isinstance(self.fuser, MixFuser):
+            kv = self.fuser.project(slots.source, slots.own, 0, slots.heard_at)
+        else:
+            raise LoadFailed("only the general lite fuser is trained on two readings of a chat")
         return torch.stack([answer_loss(self.receiver, kv, batch) for batch in lesson.batches]).mean()
+
+    def _slots(self, lesson: Lesson, *, own: bool) -> Slots:
+        """The lesson's context as the models have read it."""
+        ours = self.reads(self.receiver, lesson.context) if own else None
+        if lesson.heard is None:
+            return Slots.of(self.reads(self.sharer, lesson.context), ours, 0)
+        places = torch.tensor(lesson.heard.places, device=self.receiver.device)
+        return Slots.of(self.reads(self.sharer, lesson.heard.ids).pick(places), ours, 0, places)
 
     def _aligned_loss(self, aligned: Aligned) -> torch.Tensor:
         if not isinstance(self.fuser, C2CFuser):
@@ -217,7 +246,8 @@ class Trainer:
     def checkpoint(self, file: Path) -> None:
         """Everything needed to go on later; written aside and renamed."""
         aside = file.with_suffix(".tmp")
-        state = {"step": self.step, "net": self.fuser.net.state_dict(), "optimizer": self._optimizer.state_dict()}
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
+        state = {"step": self.step, "net": self.fuser.net.state_dict(), "optimizers": optimizers}
         torch.save(state, aside)
         aside.rename(file)
 
@@ -226,10 +256,27 @@ class Trainer:
         try:
             state = torch.load(file, weights_only=True)
             self.fuser.net.load_state_dict(state["net"])
-            self._optimizer.load_state_dict(state["optimizer"])
+            for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
             self.step = int(state["step"])
         except (OSError, KeyError, RuntimeError, ValueError) as error:
             raise LoadFailed(f"{file}: no checkpoint of this fuser ({error})") from error
+
+
+def _optimizers(net: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for matrices where the recipe has a rate for it."""
+    matrices = [p for p in net.parameters() if p.ndim == 2 and recipe.muon]
+    others = [p for p in net.parameters() if not (p.ndim == 2 and recipe.muon)]
+    made: list[torch.optim.Optimizer] = []
+    if others:
+        decay = recipe.weight_decay
+        made.append(torch.optim.AdamW(others, lr=recipe.rate, betas=recipe.betas, weight_decay=decay))
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=recipe.muon, weight_decay=recipe.weight_decay))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
 
 
 def _supervised(lesson: Lesson | AlignedLesson) -> int:

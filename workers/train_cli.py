@@ -40,6 +40,11 @@ from workers.train_pair import MODES, Keeping, Licences, Plan, Trained, train_pa
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Learning rate. Default: the fuser's own.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--rank", type=click.IntRange(0), default=48, show_default=True, help="Of a lite fuser.")
+@click.option("--muon", type=click.FloatRange(0, min_open=True), help="Rate of matrices. Default: the fuser's own.")
+@click.option(
+    "--hidden", type=click.IntRange(0), default=0, show_default=True, help="Of a lite fuser's block; 0: none."
+)
+@click.option("--last", type=click.IntRange(0), default=0, show_default=True, help="Slots that lite fuses; 0: all.")
 @click.option("--width", type=click.IntRange(1), default=1024, show_default=True, help="Of a c2c fuser.")
 @click.option("--tokens", type=click.IntRange(2), default=20_000, show_default=True, help="That a linear fuser reads.")
 @click.option(
@@ -73,6 +78,9 @@ def train_command(data: Path, out: Path, sharer: str, receiver: str, **options: 
         batch=options["batch"],
         rate=options["rate"] or 0.0,
         rank=options["rank"],
+        muon=options["muon"] or 0.0,
+        hidden=options["hidden"],
+        last=options["last"],
         width=options["width"],
         tokens=options["tokens"],
         most=options["max_tokens"],

@@ -22,18 +22,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from workers import fit_linear, vocabulary
 from workers.cache import KVCache
 from workers.errors import LoadFailed
-from workers.fusers import c2c_write, lite
+from workers.fusers import c2c_write, lite, mix
 from workers.fusers.c2c import C2CFuser, Official
 from workers.fusers.lite import LiteFuser, LiteShape
+from workers.fusers.mix import MixFuser, MixShape
 from workers.items import Item, digest_of_items
 from workers.kept import KeptKV
 from workers.lessons import Shuffled, aligned_lessons, lessons_of
 from workers.loader import Loaded
+from workers.matching import Matcher
 from workers.pairs import FuserInfo, PairFile, Training
+from workers.prompt import WITHOUT_THINKING
 from workers.train import Progress, Reads, Recipe, Trainer, publish
 from workers.verify import silent
 
-MODES = {"c2c": ("fuse",), "lite": ("handover",), "linear": ("handover", "fuse")}
+MODES = {"c2c": ("fuse",), "lite": ("handover", "fuse"), "linear": ("handover", "fuse")}
 """By kind of fuser, the one that is taken when none is named first."""
 
 
@@ -59,8 +62,14 @@ class Plan:
     batch: int = 1
     rate: float = 0.0
     """0 takes the kind's own: 1e-4 for c2c, 2.5e-4 for lite."""
+    muon: float = 0.0
+    """Rate of matrices by Muon; 0 takes the kind's own: the general lite network's 0.02, none for the others."""
     rank: int = 48
     """Of lite."""
+    hidden: int = 0
+    """Of the general lite network: width of the block on its code; 0 leaves it linear."""
+    last: int = 0
+    """Of the general lite network in `fuse`: slots that are changed; 0 changes all."""
     width: int = 1024
     """Of c2c: hidden and intermediate."""
     tokens: int = 20_000
@@ -68,8 +77,8 @@ class Plan:
     most: int = 1024
     """Tokens of one item, at most."""
 
-    def recipe(self) -> Recipe:
-        """The official one for c2c; lite's own."""
+    def recipe(self, *, general: bool = False) -> Recipe:
+        """The official one for c2c; lite's own, for its first network or the `general` one."""
         if self.kind == "c2c":
             return Recipe(
                 self.steps,
@@ -82,7 +91,10 @@ class Plan:
                 seed=self.seed,
             )
         warmup = min(10, max(1, self.steps // 10))
-        return Recipe(self.steps, rate=self.rate or 2.5e-4, warmup=warmup, batch=self.batch, seed=self.seed)
+        recipe = Recipe(self.steps, rate=self.rate or 2.5e-4, warmup=warmup, batch=self.batch, seed=self.seed)
+        if not general:
+            return recipe
+        return replace(recipe, rate=self.rate or 1e-2, muon=self.muon or 2e-2, calibrate=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +141,14 @@ def train_pair(
     """
     if deaf and plan.kind == "linear":
         raise ValueError("what a linear plan is without its sharer, fit_pair says: no folder would take it")
-    aligned = refuse(plan, sharer, receiver)
+    foreign = refuse(plan, sharer, receiver)
     asked = _asked(plan, sharer, receiver, items)
     _enter(folder, asked, resume=resume)
     began = time.monotonic()
     if plan.kind == "linear":
         fuser, done = _fitted(folder, sharer, receiver, items, plan, tell)
     else:
-        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, aligned=aligned, deaf=deaf)
+        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, foreign=foreign, deaf=deaf)
     training = Training(
         data=asked["data"],
         steps=plan.steps if plan.kind != "linear" else 1,
@@ -163,7 +175,7 @@ def train_pair(
 
 
 def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
-    """Whether the two tokenizers must be aligned. Raises LoadFailed for what cannot be trained."""
+    """Whether the two tokenizers name tokens differently. Raises LoadFailed for what cannot be trained."""
     if plan.mode not in MODES[plan.kind]:
         raise LoadFailed(f"a {plan.kind} fuser runs in mode {' or '.join(MODES[plan.kind])}, not {plan.mode}")
     for role, model in (("sharer", sharer), ("receiver", receiver)):
@@ -174,9 +186,9 @@ def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
     overlap = vocabulary.compare(receiver.tokenizer.get_vocab(), sharer.tokenizer.get_vocab(), sharer.vocab)
     if overlap.ids_pass:
         return False
-    if plan.kind != "c2c":
-        raise LoadFailed(f"a {plan.kind} fuser needs one tokenizer on both sides (c2c does not), and {overlap}")
-    if plan.scope != "prompt":
+    if plan.kind == "linear":
+        raise LoadFailed(f"a linear fuser needs one tokenizer on both sides (c2c and lite do not), and {overlap}")
+    if plan.kind == "c2c" and plan.scope != "prompt":
         raise LoadFailed(f"two tokenizers are aligned over the whole prompt; the scope is prompt, not {plan.scope}")
     return True
 
@@ -255,29 +267,33 @@ def _learnt(
     keeping: Keeping,
     tell: Tell | None,
     *,
-    aligned: bool,
+    foreign: bool,
     deaf: bool,
 ) -> tuple[FuserInfo, _Done]:
     place, checkpoint = folder / "training", folder / "training" / "checkpoint.pt"
     kept = KeptKV(place / "kv", keeping.kv_bytes)
-    fuser: C2CFuser | LiteFuser = _fresh(plan, sharer, receiver)
+    fuser = _fresh(plan, sharer, receiver, foreign=foreign)
+    general = isinstance(fuser, MixFuser)
     lessons: Any
-    if aligned:
+    if foreign and not general:
         lessons = Shuffled(aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=plan.most), plan.seed)
     else:
-        options = {"enable_thinking": False} if plan.kind == "c2c" else {}
-        found = lessons_of(receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options)
+        options = {} if isinstance(fuser, LiteFuser) else WITHOUT_THINKING
+        matcher = Matcher(receiver.tokenizer, sharer.tokenizer, plan.scope, options) if foreign else None
+        found = lessons_of(
+            receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options, matcher=matcher
+        )
         lessons = Shuffled(found, plan.seed)
     heard = replace(sharer, model=Silent(sharer)) if deaf else sharer
     reads = _deaf(heard, kept.read) if deaf else kept.read
-    trainer = Trainer(heard, receiver, fuser, lessons, plan.recipe(), reads)
+    trainer = Trainer(heard, receiver, fuser, lessons, plan.recipe(general=general), reads)
     if checkpoint.exists():
         trainer.resume(checkpoint)
     resumed_at, loss = trainer.step, float("nan")
     while trainer.step < plan.steps:
         loss = trainer.run(trainer.step + keeping.every, tell)
         trainer.checkpoint(checkpoint)
-    info = _store(folder, fuser, plan, sharer, receiver, aligned=aligned)
+    info = _store(folder, fuser, plan, sharer, receiver, aligned=foreign)
     return info, _Done(
         trainer.tokens, None if resumed_at == plan.steps else loss, resumed_at, kept.computed, kept.found
     )
@@ -305,7 +321,7 @@ class Silent:
         return CausalLMOutputWithPast(logits=torch.empty(0))
 
 
-def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser:
+def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded, *, foreign: bool) -> C2CFuser | LiteFuser | MixFuser:
     if plan.kind == "c2c":
         size = c2c_write.Size(plan.width, plan.width)
         return c2c_write.fresh(
@@ -317,6 +333,20 @@ def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser
             dtype=receiver.dtype,
             device=receiver.device,
         )
+    if plan.mode == "fuse" or foreign or not lite.fits(sharer.shape, receiver.shape):
+        reads = (tuple(range(sharer.shape.layers)),) * receiver.shape.layers
+        shape = MixShape(
+            sharer.shape,
+            receiver.shape,
+            own=plan.mode == "fuse",
+            reads=reads,
+            rank=max(1, plan.rank),
+            hidden=plan.hidden,
+            last=plan.last,
+        )
+        general = mix.fresh(shape, receiver.dtype, plan.seed)
+        general.net.to(receiver.device)
+        return general
     same = sharer.digests.weights == receiver.digests.weights and sharer.layers is None
     copied = lite.copied_layers(sharer.shape, receiver.shape, receiver.layers if same else None)
     made = lite.fresh(LiteShape(sharer.shape, receiver.shape, copied, plan.rank), receiver.dtype, plan.seed)
@@ -325,10 +355,10 @@ def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded) -> C2CFuser | LiteFuser
 
 
 def _store(
-    folder: Path, fuser: C2CFuser | LiteFuser, plan: Plan, sharer: Loaded, receiver: Loaded, *, aligned: bool
+    folder: Path, fuser: C2CFuser | LiteFuser | MixFuser, plan: Plan, sharer: Loaded, receiver: Loaded, *, aligned: bool
 ) -> FuserInfo:
-    if isinstance(fuser, LiteFuser):
-        stored = fuser.save(folder)
+    if not isinstance(fuser, C2CFuser):
+        stored: LiteFuser | MixFuser = fuser.save(folder)
         return FuserInfo("lite", stored.digest, stored.shape.as_json(), stored.parameters)
     official = Official(
         fuser,

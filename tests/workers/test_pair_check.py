@@ -50,8 +50,7 @@ def found(check: Check) -> dict[str, bool]:
 
 
 YES = {"c2c": True, "lite": True, "linear": True, "identity": False}
-NO_LITE = {"c2c": True, "lite": False, "linear": True, "identity": False}
-C2C = {"c2c": True, "lite": False, "linear": False, "identity": False}
+LEARNT = {"c2c": True, "lite": True, "linear": False, "identity": False}
 NONE = {"c2c": False, "lite": False, "linear": False, "identity": False}
 
 PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, bool]]] = {
@@ -61,15 +60,19 @@ PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, bool]]] = {
     "scaled RoPE": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
         "same",
-        C2C,
+        LEARNT,
     ),
-    "RoPE on half a head": ({"kind": "Nemotron"}, "same", C2C),
-    "other number of KV heads": ({"num_key_value_heads": 4}, "same", NO_LITE),
-    "other head size": ({"head_dim": 32}, "same", NO_LITE),
+    "RoPE on half a head": ({"kind": "Nemotron"}, "same", LEARNT),
+    "other number of KV heads": ({"num_key_value_heads": 4}, "same", YES),
+    "other head size": ({"head_dim": 32}, "same", YES),
     "another family": ({"kind": "Qwen3"}, "same", YES),
-    "no rotary positions": ({"kind": "GPT2", "n_head": 4, "n_layer": 3, "n_embd": 64, "vocab_size": 400}, "same", C2C),
+    "no rotary positions": (
+        {"kind": "GPT2", "n_head": 4, "n_layer": 3, "n_embd": 64, "vocab_size": 400},
+        "same",
+        LEARNT,
+    ),
     "tokens that the other lacks": ({"altered": "more", "vocab_size": 401}, "ids pass", YES),
-    "another tokenizer": ({"ascii_only": True}, "alignment needed", C2C),
+    "another tokenizer": ({"ascii_only": True}, "alignment needed", LEARNT),
     "another tokenizer and no template": ({"ascii_only": True, "altered": "no template"}, "alignment needed", NONE),
 }
 
@@ -143,6 +146,17 @@ def test_lite_has_the_size_of_the_bundled_pair() -> None:
     with torch.device("meta"):
         net = LiteNet(LiteShape(sharer, receiver, copied_layers(sharer, receiver, None), LITE_RANK))
     assert sum(p.numel() for p in net.parameters()) == 12_910_080
+
+
+def test_lite_between_unlike_models_has_the_size_of_its_network(tmp_path: Path) -> None:
+    """All sharer layers into one code of 48 for each receiver layer, and out of it; handover only where keys turn."""
+    sharer, receiver = outlined(tmp_path / "one", num_hidden_layers=3, head_dim=32), outlined(tmp_path / "two")
+    lite = next(o for o in check(sharer, receiver).options if o.kind == "lite")
+    theirs, ours, gates = 3 * 2 * 2 * 32, 2 * 2 * 16, 2 * 2
+    assert lite.parameters == 4 * ((theirs + ours + 1) * 48 + (48 + 1) * (ours + gates))
+    assert lite.mode == "handover or fuse"
+    odd = outlined(tmp_path / "odd", "GPT2", n_head=4, n_layer=3, n_embd=64, vocab_size=400)
+    assert next(o for o in check(odd, receiver).options if o.kind == "lite").mode == "fuse"
 
 
 def test_costs_follow_from_sizes(tmp_path: Path) -> None:

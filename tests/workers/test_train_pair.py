@@ -17,20 +17,22 @@ from click.testing import CliRunner, Result
 
 from router.cli import main
 from tests.tiny import make_model
-from tests.workers.test_runtime import GOLDEN, golden_model
+from tests.workers.test_runtime import GOLDEN, finish, golden_model
 from workers import pairs
 from workers.c2c_run import Example, Sharer, batch_loss, collate
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.errors import LoadFailed
-from workers.fusers import c2c_write
+from workers.fusers import c2c_write, mix
 from workers.fusers.c2c import load_official
 from workers.greedy import read
 from workers.items import read_items
 from workers.kept import KeptKV
 from workers.lessons import Shuffled, answer_ids, lessons_of
 from workers.loader import Loaded, Loader
+from workers.matched_runtime import MatchedPair
+from workers.matching import Matcher
 from workers.pairing import hold_pair
-from workers.train import Ask, Lesson, Recipe, Trainer
+from workers.train import Ask, Lesson, Progress, Recipe, Trainer
 from workers.train_cli import layers_of
 from workers.train_pair import Keeping, Plan, train_pair
 
@@ -61,6 +63,8 @@ def train(models: tuple[str, str], data: Path, out: Path, *options: str) -> Resu
     [
         ("lite", "handover", "context", ()),
         ("lite", "handover", "prompt", ("--scope", "prompt")),
+        ("lite", "fuse", "prompt", ("--mode", "fuse", "--batch", "3", "--hidden", "8")),
+        ("lite", "fuse", "context", ("--mode", "fuse", "--scope", "context", "--last", "1")),
         ("c2c", "fuse", "prompt", ("--batch", "2")),
         ("c2c", "fuse", "context", ("--scope", "context")),
         ("linear", "fuse", "prompt", ("--mode", "fuse")),
@@ -146,9 +150,15 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, models: tuple[str, st
     assert layers_of("0-2,5") == (0, 1, 2, 5)
 
 
+def foreign(folder: Path) -> Loaded:
+    """Another tokenizer, other layers, and one KV head of another size."""
+    made = make_model(folder / "ascii", seed=3, layers=4, hidden=64, kv_heads=1, ascii_only=True)
+    return Loader("cpu").load(ModelConfig(name="foreign", model=str(made)))
+
+
 def test_two_tokenizers(tmp_path: Path, tiny: Loaded) -> None:
-    """A c2c fuser learns over aligned chats, and its folder says so; other kinds refuse and say which does not."""
-    other = Loader("cpu").load(ModelConfig(model=str(make_model(tmp_path / "ascii", seed=3, ascii_only=True))))
+    """A c2c fuser learns over aligned chats, and its folder says so; a linear one refuses and says which does not."""
+    other = foreign(tmp_path)
     items = read_items(_chats(tmp_path))
     plan = Plan("c2c", "fuse", "prompt", steps=2, width=16)
     done = train_pair(tmp_path / "made", "made", other, tiny, items, plan)
@@ -156,8 +166,76 @@ def test_two_tokenizers(tmp_path: Path, tiny: Loaded) -> None:
     official = load_official(tmp_path / "made", receiver=tiny.shape, sharer=other.shape)
     assert official.aligned
     assert official.fuser.digest == done.pair.fuser.digest
-    with pytest.raises(LoadFailed, match=r"one tokenizer on both sides \(c2c does not\)"):
-        train_pair(tmp_path / "no", "no", other, tiny, items, Plan("lite", "handover", "prompt", steps=1))
+    with pytest.raises(LoadFailed, match=r"one tokenizer on both sides \(c2c and lite do not\)"):
+        train_pair(tmp_path / "no", "no", other, tiny, items, Plan("linear", "handover", "prompt", steps=1))
+
+
+@pytest.mark.parametrize(("mode", "scope"), [("fuse", "prompt"), ("fuse", "context"), ("handover", "context")])
+def test_lite_stands_between_any_two_models(
+    tmp_path: Path, tiny: Loaded, tiny_folder: Path, data: Path, mode: str, scope: str
+) -> None:
+    """With other layers, heads, head sizes and tokenizer it learns, and a worker runs what was learnt."""
+    other, losses = foreign(tmp_path), list[float]()
+    plan = Plan("lite", mode, scope, steps=30, batch=6, rank=8, hidden=8)
+    tell = lambda progress: losses.append(progress.loss)  # noqa: E731
+    done = train_pair(tmp_path / "made", "made", other, tiny, read_items(data), plan, tell=tell)
+    assert done.pair.fuser.shape["network"] == "mix"
+    assert losses[-1] < losses[0] * 0.9
+    config = PairConfig(
+        name="made",
+        sharer=ModelConfig(model=other.source),
+        receiver=ModelConfig(model=str(tiny_folder)),
+        fuser=str(tmp_path / "made"),
+    )
+    held = hold_pair(Fleet(models=(), pairs=(config,)), config, Loader("cpu"), None, 64)
+    assert isinstance(held.runtime, MatchedPair)
+    with torch.inference_mode():
+        assert len(finish(held.runtime, held.runtime.chat(read_items(data)[0].chat)).kv) > 10
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loaded, data: Path, last: int) -> None:
+    """Loss and gradients of a step over lessons of several lengths are those of lesson after lesson."""
+    other = foreign(tmp_path)
+    matcher = Matcher(tiny.tokenizer, other.tokenizer, "prompt", {})
+    rows = [*read_items(data), *read_items(_chats(tmp_path))]
+    lessons = lessons_of(tiny.tokenizer, rows, scope="prompt", most=200, options={}, matcher=matcher)
+    reads = (tuple(range(other.shape.layers)),) * tiny.shape.layers
+    shape = mix.MixShape(other.shape, tiny.shape, own=True, reads=reads, rank=4, hidden=4, last=last)
+    fuser = mix.fresh(shape, torch.float32, 0)
+    torch.manual_seed(0)
+    for parameter in fuser.net.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    trainer = Trainer(other, tiny, fuser, lambda i: lessons[i], Recipe(steps=1, batch=len(lessons)))
+    counts = [len(lesson.batches[0][0].answer) for lesson in lessons]
+    found = []
+    for losses in (
+        trainer.losses(lessons),
+        (trainer.loss(one) * (n / sum(counts)) for one, n in zip(lessons, counts, strict=True)),
+    ):
+        fuser.net.zero_grad(set_to_none=True)
+        total = sum(losses, torch.tensor(0.0))
+        total.backward()
+        found.append([total.detach(), *(p.grad for p in fuser.net.parameters())])
+    for at_once, alone in zip(*found, strict=True):
+        torch.testing.assert_close(at_once, alone, rtol=1e-3, atol=1e-5)
+
+
+def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tiny: Loaded, data: Path) -> None:
+    """With Muon and AdamW side by side: what resumes ends at the bytes of a run that nobody stopped."""
+    other, items = foreign(tmp_path), read_items(data)
+    plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4)
+
+    def stop(progress: object) -> None:
+        if isinstance(progress, Progress) and progress.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_pair(tmp_path / "cut", "p", other, tiny, items, plan, keeping=Keeping(every=3), tell=stop)
+    train_pair(tmp_path / "cut", "p", other, tiny, items, plan, keeping=Keeping(every=3), resume=True)
+    train_pair(tmp_path / "whole", "p", other, tiny, items, plan, keeping=Keeping(every=6))
+    one, two = ((tmp_path / name / "fuser.safetensors").read_bytes() for name in ("cut", "whole"))
+    assert one == two
 
 
 def _chats(folder: Path) -> Path:

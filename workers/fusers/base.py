@@ -6,8 +6,12 @@ beyond their KV shapes; alignment of different tokenizers happens before it (`wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from workers.cache import KVCache
 
@@ -22,6 +26,42 @@ class KVShape:
     head_size: int
     rope_theta: float | None = None
     """None where the model uses no plain RoPE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots to be written: the sharer's KV behind them, the receiver's own (`fuse`), and where each stands."""
+
+    source: KVCache
+    own: KVCache | None
+    heard_at: Tensor
+    """(tokens,) positions in the sharer's text."""
+    at: Tensor
+    """(tokens,) positions in the receiver's."""
+
+    @classmethod
+    def of(cls, source: KVCache, own: KVCache | None, start: int, heard_at: Tensor | None = None) -> Slots:
+        """Consecutive ones from `start` on; the sharer's stand there too where `heard_at` does not say otherwise."""
+        first = next((k for k in source.keys if k.shape[2]), source.keys[0])
+        at = torch.arange(start, start + first.shape[2], device=first.device)
+        return cls(source, own, at if heard_at is None else heard_at, at)
+
+    def last(self, count: int) -> Slots:
+        """The last ones."""
+        first = max(0, len(self.at) - count)
+        own = None if self.own is None else self.own.slice(first, len(self.at))
+        return Slots(self.source.slice(first, len(self.at)), own, self.heard_at[first:], self.at[first:])
+
+    @classmethod
+    def concat(cls, parts: Sequence[Slots]) -> Slots:
+        """Of several texts, one after the other."""
+        owns = [part.own for part in parts if part.own is not None]
+        return cls(
+            KVCache.concat([part.source for part in parts]),
+            KVCache.concat(owns) if owns else None,
+            torch.cat([part.heard_at for part in parts]),
+            torch.cat([part.at for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
-from workers.fusers.base import Change, KVShape
+from workers.fusers.base import Change, KVShape, Slots
 from workers.fusers.projector import KINDS, LAYER_MAPS, C2CProjector, ProjectorShape
 
 Fusion = Literal["sequential", "parallel"]
@@ -84,7 +84,7 @@ class C2CFuser:
         for projector in self.projectors.values():
             projector.anneal(step)
 
-    def calibrate(self, sources: Sequence[KVCache]) -> None:
+    def calibrate(self, seen: Sequence[Slots]) -> None:
         """It takes KV as it comes."""
 
     def project(self, source: KVCache, own: KVCache | None, start: int) -> KVCache:

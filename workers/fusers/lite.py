@@ -1,4 +1,6 @@
-"""Our own small fuser, for handover: the sharer alone reads, the receiver takes what this network makes of its KV.
+"""Our own small fuser for handover between models of one KV size; `workers.fusers.mix` is the one for any two models.
+
+The sharer alone reads, and the receiver takes what this network makes of its KV.
 
 Each receiver layer starts from one copied sharer layer and adds a residual: K from that layer's K, V from its V, and
 both from a low-rank reading of all sharer layers' K and V together. The residual is zero before training, so training
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
-from workers.fusers.base import Change, KVShape
+from workers.fusers.base import Change, KVShape, Slots
 from workers.fusers.folder import read_weights, save_weights
 from workers.fusers.rope import rotate, unrotate
 
@@ -43,7 +45,7 @@ class LiteShape:
                 f"lite fuser: copied layers {self.copied} do not name one of {self.sharer.layers} sharer layers "
                 f"for each of {self.receiver.layers} receiver layers"
             )
-        if (self.sharer.heads, self.sharer.head_size) != (self.receiver.heads, self.receiver.head_size):
+        if not fits(self.sharer, self.receiver):
             raise LoadFailed("lite fuser: sharer and receiver need KV heads of the same number and size")
         if self.sharer.rope_theta is None or self.receiver.rope_theta is None:
             raise LoadFailed("lite fuser: both models need plain rotary positions")
@@ -174,9 +176,9 @@ class LiteFuser:
         keys, values = self.net(source, start)
         return KVCache([k.to(self.dtype) for k in keys], [v.to(self.dtype) for v in values])
 
-    def calibrate(self, sources: Sequence[KVCache]) -> None:
+    def calibrate(self, seen: Sequence[Slots]) -> None:
         """As `LiteNet.standardise`."""
-        self.net.standardise(sources)
+        self.net.standardise([one.source for one in seen])
 
     def train(self, mode: bool = True) -> None:
         """Nothing here is random."""
@@ -199,6 +201,11 @@ class LiteFuser:
             for t in (source.keys[layer], source.values[layer]):
                 if tuple(t.shape) != expected:
                     raise KVMismatch(f"sharer layer {layer} has KV of shape {tuple(t.shape)}, expected {expected}")
+
+
+def fits(sharer: KVShape, receiver: KVShape) -> bool:
+    """A copy of the sharer's KV has the receiver's size."""
+    return (sharer.heads, sharer.head_size) == (receiver.heads, receiver.head_size)
 
 
 def copied_layers(sharer: KVShape, receiver: KVShape, kept: Sequence[int] | None) -> tuple[int, ...]:

@@ -11,6 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines by token and dimension."""
+
 
 def rotate(keys: Tensor, start: int, theta: float) -> Tensor:
     """Keys (..., tokens, head_size) as they are cached when the first one stands at position `start`; float32."""
@@ -22,6 +25,21 @@ def unrotate(keys: Tensor, start: int, theta: float) -> Tensor:
     """The inverse of `rotate`; float32."""
     cos, sin = _angles(keys, start, theta)
     return _turn(keys.float(), cos, -sin)
+
+
+def turn(keys: Tensor, angles: Angles) -> Tensor:
+    """Keys (..., tokens, head_size) turned by `angles_at`; float32."""
+    return _turn(keys.float(), *angles)
+
+
+def angles_at(positions: Tensor, size: int, theta: float, *, back: bool = False) -> Angles:
+    """Of tokens that stand anywhere, each (tokens, head_size); `back` takes the rotation off."""
+    # On the CPU in float32, as `_table` does.
+    inverse = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.outer(positions.cpu().float(), inverse)
+    both = torch.cat((angles, angles), dim=-1)
+    cos, sin = both.cos().to(positions.device), both.sin().to(positions.device)
+    return cos, -sin if back else sin
 
 
 def _angles(keys: Tensor, start: int, theta: float) -> tuple[Tensor, Tensor]:
