@@ -18,8 +18,9 @@ from workers.cache import KVCache
 from workers.fusers.base import KVShape
 from workers.fusers.linear import LinearFuser, LinearShape
 from workers.fusers.lite import LiteFuser, LiteShape, fresh
-from workers.fusers.mix import MixFuser, MixShape
+from workers.fusers.mix import MixFuser
 from workers.fusers.mix import fresh as fresh_mix
+from workers.fusers.mix_net import MixShape
 from workers.pairs import FORMAT, FuserInfo, PairFile, Party, write
 
 SHARER, RECEIVER = KVShape(3, 2, 4, 10_000.0), KVShape(2, 2, 4, 500.0)

@@ -204,7 +204,7 @@ def _lite(
     sharer: Outline, receiver: Outline, source: KVShape, target: KVShape, tokenizers: str, tflops: float
 ) -> Option:
     from workers.fusers.lite import LiteNet, LiteShape, copied_layers, fits
-    from workers.fusers.mix import MixNet, MixShape
+    from workers.fusers.mix_net import MixNet, MixShape
 
     matched = tokenizers == "alignment needed"
     if matched:

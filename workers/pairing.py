@@ -131,7 +131,8 @@ def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> L
         raise LoadFailed(f"a fuser of kind {kind!r} needs a folder")
     if kind == "lite":
         from workers.fusers.lite import LiteFuser
-        from workers.fusers.mix import NETWORK, MixFuser
+        from workers.fusers.mix import MixFuser
+        from workers.fusers.mix_net import NETWORK
 
         network = pairs.read_pair(folder).fuser.shape.get("network")
         if network not in (None, NETWORK):

@@ -25,7 +25,8 @@ from workers.errors import LoadFailed
 from workers.fusers import c2c_write, lite, mix
 from workers.fusers.c2c import C2CFuser, Official
 from workers.fusers.lite import LiteFuser, LiteShape
-from workers.fusers.mix import MixFuser, MixShape
+from workers.fusers.mix import MixFuser
+from workers.fusers.mix_net import MixShape
 from workers.items import Item, digest_of_items
 from workers.kept import KeptKV
 from workers.lessons import Shuffled, aligned_lessons, lessons_of

@@ -19,7 +19,8 @@ from workers.counterfactual import otherwise
 from workers.engine import Engine, Event
 from workers.errors import BadPrompt, LoadFailed, PromptTooLong
 from workers.fusers.base import Slots
-from workers.fusers.mix import MixFuser, MixShape, fresh
+from workers.fusers.mix import MixFuser, fresh
+from workers.fusers.mix_net import MixShape
 from workers.greedy import answers, read
 from workers.loader import Loaded, Loader
 from workers.matched_runtime import MatchedPair

@@ -18,7 +18,9 @@ from tests.workers.test_lite import random_kv
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Fuser, KVShape, Slots
-from workers.fusers.mix import MixFuser, MixShape, fresh
+from workers.fusers.mix import MixFuser, fresh
+from workers.fusers.mix_net import MixShape
+from workers.fusers.mix_start import begin
 from workers.fusers.rope import rotate, unrotate
 from workers.pairs import FORMAT, FuserInfo, PairFile, Party, write
 
@@ -153,6 +155,40 @@ def test_a_token_that_is_always_the_same_can_still_be_changed() -> None:
     fuser.calibrate(seen)
     assert float(fuser.net.theirs_deviation[0, 1].min()) > 0.05
     assert float(fuser.net.scale.min()) > 0.5
+
+
+def test_handover_begins_with_the_ridge_of_its_rank() -> None:
+    """Where the receiver's KV is a linear map of the sharer's of no higher rank, the start is that map; with a lower
+    rank it is closer than nothing; of too few slots nothing is made.
+    """
+    random = torch.Generator().manual_seed(3)
+    maps = torch.randn(3, 2 * 2 * 24, generator=random)
+    shape = replace(HANDOVER, reads=((0, 1, 2), (0, 1, 2)), rank=4, hidden=0)
+    texts = []
+    for seed in range(20):
+        source = KVCache(*([t * 1.0 for t in kind] for kind in (theirs(16, seed).keys, theirs(16, seed).values)))
+        # K of the second layer tells all: three of its numbers, without their rotation.
+        told = torch.randn(16, 3, generator=random)
+        source.values[1][0, 0, :, :3] = told
+        out = (told @ maps).view(16, 2, 2, 3, 8).permute(1, 2, 3, 0, 4)[:, :, None]
+        own = KVCache([rotate(k, 0, 5e2) for k in out[:, 0]], list(out[:, 1]))
+        texts.append(Slots.of(source, own, 0))
+    errors = {}
+    for rank in (1, 4):
+        fuser = fresh(replace(shape, rank=rank), torch.float32, 0)
+        fuser.net.standardise(texts)
+        explained = begin(fuser.net, texts[:-1])
+        with torch.no_grad():
+            made = fuser.project(texts[-1].source, None, 0)
+        assert texts[-1].own is not None
+        errors[rank] = sum(
+            float((a - b)[:, :, 1:].square().mean()) for a, b in zip(made.values, texts[-1].own.values, strict=True)
+        )
+        assert all(share > 0.2 for share in explained) if rank == 1 else all(share > 0.99 for share in explained)
+    assert errors[4] < 0.05 * errors[1]
+    few = fresh(shape, torch.float32, 0)
+    few.net.standardise(texts[:1])
+    assert begin(few.net, [texts[0].last(9)]) == ()
 
 
 def published(folder: Path, fuser: MixFuser) -> MixFuser:

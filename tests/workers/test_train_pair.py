@@ -24,6 +24,7 @@ from workers.config import Fleet, ModelConfig, PairConfig
 from workers.errors import LoadFailed
 from workers.fusers import c2c_write, mix
 from workers.fusers.c2c import load_official
+from workers.fusers.mix_net import MixShape
 from workers.greedy import read
 from workers.items import read_items
 from workers.kept import KeptKV
@@ -201,7 +202,7 @@ def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loa
     rows = [*read_items(data), *read_items(_chats(tmp_path))]
     lessons = lessons_of(tiny.tokenizer, rows, scope="prompt", most=200, options={}, matcher=matcher)
     reads = (tuple(range(other.shape.layers)),) * tiny.shape.layers
-    shape = mix.MixShape(other.shape, tiny.shape, own=True, reads=reads, rank=4, hidden=4, last=last)
+    shape = MixShape(other.shape, tiny.shape, own=True, reads=reads, rank=4, hidden=4, last=last)
     fuser = mix.fresh(shape, torch.float32, 0)
     torch.manual_seed(0)
     for parameter in fuser.net.parameters():

@@ -1,210 +1,19 @@
-"""The general `lite` network: any two models, in `fuse` or `handover`, with one tokenizer or two.
-
-Each receiver layer reads K and V of all sharer layers together, in `fuse` its own K and V as well, through one
-low-rank code, and writes K and V from it, every head by its own gate. Inputs are standardised by dimension, outputs
-scaled back by the receiver's; keys are read and written without their rotation where both models turn plainly. The
-first network, for models of one KV size, is `workers.fusers.lite`.
-
-Every slot is mapped by itself; the sharer's slots may stand elsewhere than the receiver's. With `last` only the last
-slots of what is projected are changed, so projecting in pieces is then another thing than projecting at once.
-"""
+"""The fuser around the `mix` network: what it checks, how it is stored, where it begins."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Change, KVShape, Slots
 from workers.fusers.folder import read_weights, save_weights
-from workers.fusers.rope import angles_at, turn
-
-NETWORK = "mix"
-"""How `fuser.shape` in `pair.json` names it."""
-
-# Standardised inputs are cut here: the first token's KV stands tens of deviations away from all others'.
-_FAR = 6.0
-
-
-@dataclass(frozen=True, slots=True)
-class MixShape:
-    """What the constructor takes; `pair.json` carries it as `fuser.shape`."""
-
-    sharer: KVShape
-    receiver: KVShape
-    own: bool
-    """`fuse`: the receiver's own KV is read too, and changed. Else `handover`."""
-    reads: tuple[tuple[int, ...], ...]
-    """By receiver layer: the sharer layers it reads."""
-    rank: int
-    """Width of the code, per receiver layer."""
-    hidden: int = 0
-    """Width of the SwiGLU block on the code; 0 leaves it out: linear but for the gates."""
-    last: int = 0
-    """`fuse`: only so many slots at the end of what is shared are changed; 0 changes all."""
-
-    def __post_init__(self) -> None:
-        named = [layer for row in self.reads for layer in row]
-        if len(self.reads) != self.receiver.layers or not all(self.reads):
-            raise LoadFailed(
-                f"lite fuser: needs sharer layers to read for each of {self.receiver.layers} receiver layers"
-            )
-        if any(not 0 <= layer < self.sharer.layers for layer in named):
-            raise LoadFailed(f"lite fuser: reads sharer layers beyond 0..{self.sharer.layers - 1}")
-        if self.rank < 1 or self.hidden < 0 or self.last < 0:
-            raise LoadFailed("lite fuser: rank is at least 1, hidden and last at least 0")
-        if not self.own and self.last:
-            raise LoadFailed("lite fuser: in handover every slot is written, so `last` is 0")
-        if not self.own and not self.turns:
-            raise LoadFailed("lite fuser: in handover both models need plain rotary positions")
-
-    @property
-    def turns(self) -> bool:
-        """Keys are read and written without their rotation."""
-        return self.sharer.rope_theta is not None and self.receiver.rope_theta is not None
-
-    @classmethod
-    def read(cls, value: dict[str, Any]) -> MixShape:
-        """From `pair.json`. Raises LoadFailed."""
-        try:
-            return cls(
-                KVShape(**value["sharer"]),
-                KVShape(**value["receiver"]),
-                bool(value["own"]),
-                tuple(tuple(map(int, row)) for row in value["reads"]),
-                int(value["rank"]),
-                int(value["hidden"]),
-                int(value["last"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise LoadFailed(f"lite fuser: its shape in pair.json cannot be read ({error!r})") from error
-
-    def as_json(self) -> dict[str, Any]:
-        """For `pair.json`."""
-        return {"network": NETWORK, **asdict(self)}
-
-
-class MixLayer(nn.Module):
-    """One receiver layer: standardised rows -> K and V in the receiver's deviations, and the heads' gates."""
-
-    def __init__(self, shape: MixShape, layer: int) -> None:
-        super().__init__()
-        theirs = len(shape.reads[layer]) * 2 * shape.sharer.heads * shape.sharer.head_size
-        ours = 2 * shape.receiver.heads * shape.receiver.head_size
-        rank, hidden = shape.rank, shape.hidden
-        self.heads = 2 * shape.receiver.heads
-        self.down = nn.Linear(theirs + (ours if shape.own else 0), rank)
-        self.widen = nn.Linear(rank, 2 * hidden, bias=False) if hidden else None
-        self.narrow = nn.Linear(hidden, rank, bias=False) if hidden else None
-        self.up = nn.Linear(rank, ours)
-        self.gate = nn.Linear(rank, self.heads)
-        for start in (self.up, self.gate):
-            nn.init.zeros_(start.weight)
-            nn.init.zeros_(start.bias)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """(tokens, inputs) -> (tokens, K|V, heads, head_size), zero before training. Gates lie in 0..2, from 1."""
-        code = self.down(rows)
-        if self.widen is not None and self.narrow is not None:
-            gated, value = self.widen(F.rms_norm(code, code.shape[-1:])).chunk(2, dim=-1)
-            code = code + self.narrow(F.silu(gated) * value)
-        out: Tensor = self.up(code).view(len(rows), self.heads, -1)
-        out = out * (2 * torch.sigmoid(self.gate(code)))[..., None]
-        return out.view(len(rows), 2, self.heads // 2, -1)
-
-
-class MixNet(nn.Module):
-    """The weights, and their path from slots to the receiver's KV. Computes in float32."""
-
-    theirs_mean: Tensor
-    theirs_deviation: Tensor
-    ours_mean: Tensor
-    ours_deviation: Tensor
-    scale: Tensor
-    """What an output of 1 means, by receiver layer and dimension."""
-
-    def __init__(self, shape: MixShape) -> None:
-        super().__init__()
-        self.shape = shape
-        for side, kv in (("theirs", shape.sharer), ("ours", shape.receiver)):
-            size = (kv.layers, 2, kv.heads * kv.head_size)
-            self.register_buffer(f"{side}_mean", torch.zeros(size))
-            self.register_buffer(f"{side}_deviation", torch.ones(size))
-        self.register_buffer("scale", torch.ones_like(self.ours_deviation))
-        self.layers = nn.ModuleList(MixLayer(shape, layer) for layer in range(shape.receiver.layers))
-        self._read = sorted({layer for row in shape.reads for layer in row})
-        place = {layer: i for i, layer in enumerate(self._read)}
-        self._places = [[place[layer] for layer in row] for row in shape.reads]
-
-    @torch.no_grad()
-    def standardise(self, texts: Sequence[Slots]) -> None:
-        """Take mean and deviation of every dimension from whole texts; `own` must be there in handover too."""
-        # The first token is left out: it is an attention sink, and would set the scale for all the others.
-        all_slots = Slots.concat([text.last(max(1, len(text.at) - 1)) for text in texts])
-        count = self.shape.last
-        written = Slots.concat([text.last(count) for text in texts]) if count else all_slots
-        for side, shape in (("theirs", self.shape.sharer), ("ours", self.shape.receiver)):
-            spread = self._side(all_slots, side, shape).std(0, correction=0)
-            rows = self._side(written, side, shape)
-            # In the first layer the last tokens of all texts may be one token, whose KV never varies.
-            deviation = torch.maximum(rows.std(0, correction=0), 0.1 * spread).clamp_min(1e-3)
-            self.get_buffer(f"{side}_mean").copy_(rows.mean(0))
-            self.get_buffer(f"{side}_deviation").copy_(deviation)
-            if side == "ours":
-                self.scale.copy_(spread.clamp_min(1e-3))
-
-    def _side(self, slots: Slots, side: str, shape: KVShape) -> Tensor:
-        """Rows of all layers of one model."""
-        if side == "theirs":
-            return self._rows(slots.source, slots.heard_at, shape, range(shape.layers))
-        if slots.own is None:
-            raise KVMismatch("what the receiver's KV looks like is not known without it")
-        return self._rows(slots.own, slots.at, shape, range(shape.layers))
-
-    def forward(self, slots: Slots) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values by receiver layer, each (1, heads, tokens, head_size), keys rotated; float32."""
-        shape = self.shape
-        theirs = self._unit(self._rows(slots.source, slots.heard_at, shape.sharer, self._read), "theirs", self._read)
-        every = range(shape.receiver.layers)
-        tokens, heads, size = len(theirs), shape.receiver.heads, shape.receiver.head_size
-        own = None if slots.own is None else self._rows(slots.own, slots.at, shape.receiver, every)
-        unit = None if own is None else self._unit(own, "ours", every)
-        made = []
-        for layer, net in enumerate(self.layers):
-            places = self._places[layer]
-            rows = theirs.flatten(1) if len(places) == len(self._read) else theirs[:, places].flatten(1)
-            if unit is not None:
-                rows = torch.cat((rows, unit[:, layer].flatten(1)), dim=1)
-            made.append(net(rows))
-        scale = self.scale.view(-1, 2, heads, size)
-        base = self.ours_mean.view(1, -1, 2, heads, size) if own is None else own.view(tokens, -1, 2, heads, size)
-        # (tokens, layers, K|V, heads, size) -> (layers, K|V, 1, heads, tokens, size)
-        out = (base + scale * torch.stack(made, dim=1)).permute(1, 2, 3, 0, 4).unsqueeze(2)
-        keys = out[:, 0]
-        if shape.turns:
-            keys = turn(keys, angles_at(slots.at, size, shape.receiver.rope_theta or 0.0))
-        return list(keys.unbind(0)), list(out[:, 1].unbind(0))
-
-    def _rows(self, kv: KVCache, at: Tensor, shape: KVShape, layers: Sequence[int]) -> Tensor:
-        """(tokens, layers, K|V, heads · head_size), keys without rotation; float32."""
-        keys = torch.cat([kv.keys[layer] for layer in layers]).float()
-        if self.shape.turns:
-            keys = turn(keys, angles_at(at, shape.head_size, shape.rope_theta or 0.0, back=True))
-        values = torch.cat([kv.values[layer] for layer in layers]).float()
-        return torch.stack((keys, values), dim=1).permute(3, 0, 1, 2, 4).flatten(3)
-
-    def _unit(self, rows: Tensor, side: str, layers: Sequence[int]) -> Tensor:
-        mean, deviation = self.get_buffer(f"{side}_mean"), self.get_buffer(f"{side}_deviation")
-        if len(layers) != len(mean):
-            mean, deviation = mean[layers], deviation[layers]
-        return ((rows - mean) / deviation).clamp(-_FAR, _FAR)
+from workers.fusers.mix_net import MixNet, MixShape
+from workers.fusers.mix_start import begin
 
 
 class MixFuser:
@@ -255,8 +64,10 @@ class MixFuser:
         return [k.to(self.dtype) for k in keys], [v.to(self.dtype) for v in values]
 
     def calibrate(self, seen: Sequence[Slots]) -> None:
-        """As `MixNet.standardise`."""
+        """Statistics, and in handover the closed form to begin with."""
         self.net.standardise(seen)
+        if not self.needs_own:
+            begin(self.net, seen)
 
     def train(self, mode: bool = True) -> None:
         """Nothing here is random."""
