@@ -41,6 +41,13 @@ def pair_commands() -> None:
     """Pairs: sharer, receiver and the fuser between them."""
 
 
+@pair_commands.result_callback()
+def _record(done: object) -> None:
+    from router.pair_records import record
+
+    record(done)
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """A pair of the configuration, and what its folder says of it."""

@@ -6,6 +6,7 @@ The lists are taken from the application and from the command line: what is adde
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from starlette.routing import Route
 
+from router.audit_keys import KEYS, SIGNING
 from router.cli import main
 from tests.router.gateway import KEY, until
 from tests.router.test_admin import living
+from workers import pairs
 
 READS = {
     "audit evidence",
@@ -45,7 +48,7 @@ READS = {
     "stops",
 }
 """Commands that change nothing."""
-WRITES_FILES = {"pair export", "pair import", "pair keygen", "pair train", "pair verify", "pair withdraw"}
+WRITES_FILES = {"pair import", "pair keygen", "pair train", "pair verify"}
 """Commands that write a pair's folder: it counts once a worker holds it, and then the router records what it says."""
 PROCESSES = {"serve", "worker"}
 """Commands that run until they are ended; a router records its start and its end by itself."""
@@ -56,6 +59,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stop": ("stop", ("cache", "--reason", "x")),
     "start": ("start", ("tenant", "a", "--reason", "x")),
     "pair reinstate": ("pair_reinstated", ("duo", "--reason", "x")),
+    "pair export": ("pair_exported", ("{pair}", "{out}", "--by", "kim")),
+    "pair withdraw": ("pair_withdrawn", ("{pair}", "--by", "kim", "--reason", "x")),
     "kv purge": ("kv_purge", ("a",)),
     "audit hold": ("hold", ("--tenant", "a", "--by", "kim", "--reason", "x")),
     "audit erase": ("erased", ("--tenant", "b", "--by", "kim", "--reason", "x", "--yes")),
@@ -133,9 +138,53 @@ async def test_a_command_leaves_a_record(tmp_path: Path, command: str) -> None:
             "TWOLANE_ADMIN_KEY": f"sk-{who}-0123456789",
             "TWOLANE_AUDIT_DIR": str(tmp_path / "audit"),
         }
-        done = await asyncio.to_thread(CliRunner().invoke, main, [*command.split(), *arguments], env=environment)
+        places = {"{pair}": str(pair_folder(tmp_path / "pair")), "{out}": str(tmp_path / "out")}
+        called = [*command.split(), *(places.get(argument, argument) for argument in arguments)]
+        done = await asyncio.to_thread(CliRunner().invoke, main, called, env=environment)
         assert done.exit_code in ((1,) if command == "kv purge" else (0,)), done.output
         assert who in [record["who"] for record in house.records(what)]
+
+
+def pair_folder(folder: Path) -> Path:
+    """A pair that may be exported."""
+    folder.mkdir()
+    party = pairs.Party("owner/model", "w" * 64, "t" * 64, "c" * 64, licence="MIT")
+    fuser = pairs.FuserInfo("identity", "identity", licence="MIT")
+    pairs.write(
+        folder,
+        "pair.json",
+        pairs.PairFile(1, "twin", "handover", "prompt", party, party, fuser, made="2026-01-31", data_licence="MIT"),
+    )
+    return folder
+
+
+async def test_publishing_is_recorded_where_a_log_is_named(tmp_path: Path) -> None:
+    """Each step with the pair, its version and who did it, in a chain that still holds, with no router running; without
+    a name nothing is done; what cannot be recorded is done, and the exit status says that it is not recorded.
+    """
+    folder, log = pair_folder(tmp_path / "pair"), tmp_path / "audit"
+    log.mkdir()
+    withdraw = ["pair", "withdraw", str(folder), "--reason", "wrong data"]
+    nameless = CliRunner().invoke(main, [*withdraw, "--audit", str(log)])
+    assert (nameless.exit_code, "--by is needed" in nameless.stderr) == (2, True)
+    assert not (folder / "withdrawn.json").exists()
+    export = ["pair", "export", str(folder), str(tmp_path / "out")]
+    for command in (export, withdraw, [*withdraw, "--undo"]):
+        done = CliRunner().invoke(main, [*command, "--by", "kim", "--audit", str(log)])
+        assert done.exit_code == 0, done.output
+    [file] = log.rglob("*.jsonl")
+    records = [json.loads(line) for line in file.read_bytes().splitlines()]
+    steps = [record for record in records if record.get("what", "").startswith("pair_")]
+    said = [(step["what"], step["who"], step["detail"]["pair"]) for step in steps]
+    assert said == [(what, "kim", "twin") for what in ("pair_exported", "pair_withdrawn", "pair_stands_again")]
+    assert steps[0]["detail"]["version"] == "unproven-identity"
+    assert CliRunner().invoke(main, ["audit", "verify", "--dir", str(log)]).exit_code == 0
+    silent = CliRunner().invoke(main, withdraw)
+    assert (silent.exit_code, "not recorded: --audit" in silent.stderr) == (0, True)
+    (log / KEYS / f"{SIGNING}.key").write_text("x")
+    lost = CliRunner().invoke(main, [*withdraw, "--by", "kim", "--audit", str(log)])
+    assert (lost.exit_code, "it is done, and not recorded" in lost.stderr) == (1, True)
+    assert (folder / "withdrawn.json").exists()
 
 
 @pytest.mark.parametrize("who", ["file", "signal"])

@@ -5,19 +5,38 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from workers import pairs, sealing
 from workers.errors import LoadFailed
+from workers.sealing import Done
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _Folder = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def _recorded(command: _F) -> _F:
+    """`--by` and `--audit`: whoever names a log must say who they are."""
+    by = click.option("--by", default="", help="Who does it; stands in the audit log.")
+    audit = click.option(
+        "--audit",
+        envvar="TWOLANE_AUDIT_DIR",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Folder of the audit log that it is recorded in.",
+    )
+    return by(audit(command))
+
+
+def _require_name(by: str, audit: Path | None) -> None:
+    if audit is not None and not by.strip():
+        raise click.UsageError("--by is needed beside --audit: the log names who did it")
 
 
 @contextmanager
@@ -76,7 +95,17 @@ def import_command(folder: Path, out: Path, **options: Any) -> None:
 @click.option("--receiver-model", help="The same of the receiver.")
 @click.option("--push", metavar="OWNER/REPO", help="Put it on the hub too, in a folder VERSION of this repository.")
 @click.option("--private", is_flag=True, help="Of a repository that --push makes.")
-def export_command(folder: Path, out: Path, key: Path | None, push: str | None, private: bool, **models: Any) -> None:
+@_recorded
+def export_command(
+    folder: Path,
+    out: Path,
+    key: Path | None,
+    push: str | None,
+    private: bool,
+    by: str,
+    audit: Path | None,
+    **models: Any,
+) -> Done:
     """Copy the pair in FOLDER to OUT/NAME/VERSION with a model card, signed by a key of `twolane pair keygen`.
 
     The licences of both models, the fuser and the data must be known. The hub's token is taken from HF_TOKEN, or from
@@ -85,6 +114,7 @@ def export_command(folder: Path, out: Path, key: Path | None, push: str | None, 
     from workers import hub
     from workers.publishing import export
 
+    _require_name(by, audit)
     named = {role: models[f"{role}_model"] for role in ("sharer", "receiver") if models[f"{role}_model"]}
     with _told():
         signing = None if key is None else sealing.read_key(key)
@@ -94,6 +124,15 @@ def export_command(folder: Path, out: Path, key: Path | None, push: str | None, 
         click.echo(f"{place}{f', signed by {signer}' if signer else ', not signed'}")
         if push is not None:
             click.echo(f"{push}/{place.name}: {hub.push(place, push, private=private or None)}")
+        file = pairs.read_pair(place)
+    detail = {
+        "pair": file.name,
+        "version": place.name,
+        "fuser": file.fuser.digest,
+        "signer": signer,
+        "pushed": push or "",
+    }
+    return Done("pair_exported", by, detail, audit)
 
 
 @click.command("keygen")
@@ -106,23 +145,25 @@ def keygen_command(file: Path) -> None:
 
 @click.command("withdraw")
 @click.argument("folder", type=_Folder)
-@click.option("--reason", required=True)
-@click.option("--by", default="", help="Who withdraws it.")
+@click.option("--reason", required=True, help="Stands in the folder, and in the audit log.")
 @click.option("--undo", is_flag=True, help="Let it stand again.")
-def withdraw_command(folder: Path, reason: str, by: str, undo: bool) -> None:
+@_recorded
+def withdraw_command(folder: Path, reason: str, by: str, audit: Path | None, undo: bool) -> Done:
     """Take the pair in FOLDER back: whoever loads it from now on refuses it, whatever its report says.
 
     A running worker keeps what it has loaded: `twolane stop` is at once.
     """
+    _require_name(by, audit)
     with _told():
-        pairs.read_pair(folder)
+        file = pairs.read_pair(folder)
         if undo:
             (folder / "withdrawn.json").unlink(missing_ok=True)
-            click.echo(f"{folder}: stands again ({reason})")
-            return
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        pairs.write(folder, "withdrawn.json", sealing.Withdrawn(date, reason, by))
-    click.echo(f"{folder}: withdrawn")
+        else:
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            pairs.write(folder, "withdrawn.json", sealing.Withdrawn(date, reason, by))
+    click.echo(f"{folder}: stands again ({reason})" if undo else f"{folder}: withdrawn")
+    detail = {"pair": file.name, "fuser": file.fuser.digest, "reason": reason}
+    return Done("pair_stands_again" if undo else "pair_withdrawn", by, detail, audit)
 
 
 @click.command("versions")

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -41,6 +42,17 @@ class Withdrawn(msgspec.Struct, frozen=True):
     date: str
     reason: str
     by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command has done with a pair's folder, for an audit log."""
+
+    what: str
+    by: str
+    detail: dict[str, Any]
+    audit: Path | None
+    """The log's folder; None where none was named."""
 
 
 def make_key(file: Path) -> str:
