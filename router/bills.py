@@ -28,13 +28,15 @@ class Tariff:
         """USD for so many tokens, and seconds of the device."""
         return self.price.of(prompt_tokens, output_tokens) + self.flat + seconds * self.device_usd_s
 
-    def bill(self, reply: Reply, waited: float) -> float:
-        """USD for an answer that has ended. `waited`: seconds for the device where the worker could not tell them."""
-        used = reply.usage
-        tokens = self.price.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens) if used.known else 0.0
-        if not self.device_usd_s:
-            return tokens
-        return tokens + self.device_usd_s * (waited if reply.run is None else _device_s(reply.run))
+    def bill(self, reply: Reply, waited: float) -> float | None:
+        """USD for an answer that has ended; None where it did not tell enough.
+
+        `waited`: seconds for the device where the worker could not tell them.
+        """
+        charged = self.price.bill(reply.usage)
+        if not self.device_usd_s or charged is None:
+            return charged
+        return charged + self.device_usd_s * (waited if reply.run is None else _device_s(reply.run))
 
 
 class _Run(msgspec.Struct):

@@ -78,6 +78,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     known: bool = False
+    counted: dict[str, float] | None = None
+    """What else was told of it, by the names of `router.prices`: kinds of tokens among the above, images, seconds."""
 
 
 @dataclass(slots=True)
@@ -102,8 +104,10 @@ class Reply:
     """`perf_counter` when the first content frame arrived."""
     error: str | None = None
     """Code of what ended the stream early."""
-    cost: Callable[[], float] | None = None
-    """USD, once it has ended, where others than the deployment that was asked gave it: a relay's halves."""
+    cost: Callable[[], float | None] | None = None
+    """USD, once it has ended, where not all is by the prices of the deployment that was asked: a relay's halves.
+
+    None where nobody can tell."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
 

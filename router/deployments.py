@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
-from router.prices import PRICES, Name, Price, listed
+from router.prices import FREE, NAMES, Name, Price, listed, written
 from workers.config import Config, Span
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
@@ -55,7 +55,7 @@ _FOR_THE_ROUTER = frozenset(
 )
 
 _SECRET = re.compile(r"key|secret|token|password|credential|headers", re.IGNORECASE)
-_COUNTS = re.compile(r"_tokens$|_per_token$", re.IGNORECASE)
+_COUNTS = re.compile(r"_tokens$|_per_(?:\w+_)?token$|_token_cost$", re.IGNORECASE)
 
 PARAMS = ("litellm_params", "relay_params", "local_params", "cache_params")
 
@@ -73,7 +73,32 @@ class _Limited(BaseModel):
     budget_duration: Span | None = Field(None, gt=0)
 
 
-class LiteLLMParams(_Limited):
+USD = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Priced(BaseModel):
+    """USD for one token, image, second or character; None takes the table's."""
+
+    model_config = ConfigDict(defer_build=True, frozen=True)
+
+    input_cost_per_token: USD = None
+    output_cost_per_token: USD = None
+    cache_read_input_token_cost: USD = None
+    cache_creation_input_token_cost: USD = None
+    output_cost_per_reasoning_token: USD = None
+    input_cost_per_audio_token: USD = None
+    output_cost_per_audio_token: USD = None
+    input_cost_per_image_token: USD = None
+    output_cost_per_image_token: USD = None
+    input_cost_per_image: USD = None
+    output_cost_per_image: USD = None
+    input_cost_per_second: USD = None
+    output_cost_per_second: USD = None
+    input_cost_per_character: USD = None
+    output_cost_per_character: USD = None
+
+
+class LiteLLMParams(_Limited, _Priced):
     """LiteLLM's call parameters. Keys that are not listed are defaults put into the request."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
@@ -95,9 +120,6 @@ class LiteLLMParams(_Limited):
     num_retries: int | None = Field(None, ge=0)
     weight: float | None = Field(None, ge=0, allow_inf_nan=False)
     order: int | None = None
-    input_cost_per_token: float | None = Field(None, ge=0)
-    output_cost_per_token: float | None = Field(None, ge=0)
-    cache_read_input_token_cost: float | None = Field(None, ge=0)
     mock_response: Any = None
     drop_params: bool | None = None
 
@@ -159,7 +181,7 @@ class Latency(Config):
     tokens_per_s: float | None = Field(None, gt=0)
 
 
-class ModelInfo(BaseModel):
+class ModelInfo(_Priced):
     """What is known of a deployment. Other keys are kept as they are."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
@@ -171,9 +193,6 @@ class ModelInfo(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_input_tokens: int | None = Field(None, ge=1)
     max_output_tokens: int | None = Field(None, ge=1)
-    input_cost_per_token: float | None = Field(None, ge=0)
-    output_cost_per_token: float | None = Field(None, ge=0)
-    cache_read_input_token_cost: float | None = Field(None, ge=0)
     latency: Latency | None = None
 
 
@@ -306,13 +325,11 @@ class Deployment(Config):
     @cached_property
     def price(self) -> Price:
         """As written here, else as LiteLLM's table has it, else nothing."""
-        params, info, listed = self.litellm_params, self.model_info, self._listed or Price()
-        written = {
-            name: value
-            for key, name in PRICES.items()
-            if (value := _first(getattr(params, key, None), getattr(info, key))) is not None
+        params, info, listed = self.litellm_params, self.model_info, self._listed or FREE
+        said = {
+            name: usd for name in NAMES if (usd := _first(getattr(params, name, None), getattr(info, name))) is not None
         }
-        return replace(listed, above=None, long=None, **written) if written else listed
+        return written(said, replace(listed, above=None, long=None)) if said else listed
 
     @property
     def priced_as(self) -> tuple[Name, ...]:

@@ -160,9 +160,7 @@ class Dispatcher:
         if course.deployment is not None:
             self.metrics.end(course.deployment)
         self.lane.left(course.call, course.deployment, outcome)
-        cost = course.cost = self.till.bill(course)
-        if course.grant is not None:
-            await self.till.limits.settle(course.grant, _used_tokens(course, outcome), cost)
+        cost = course.cost = await self.till.settle(course, _used_tokens(course, outcome))
         await self._give_places_back(course.call)
         try:
             await self._record(course, outcome, error, answer)
@@ -424,7 +422,7 @@ class Dispatcher:
                 total_ms=(time.perf_counter() - course.call.started) * 1000,
             )
 
-    def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float) -> None:
+    def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float | None) -> None:
         limit = error.headers.get("x-twolane-limit") if isinstance(error, TooManyRequests) else None
         event = course.event(outcome, error, cost, limit)
         self.metrics.finish(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ _OURS = frozenset(
 )
 """Top-level keys that LiteLLM does not have."""
 _NEAR = tuple(row.key for row in TABLE if row.scope == "litellm_params" and row.kind == "works")
+_PRICE = re.compile(r"(?:^|_)costs?(?:_|$)")
+"""LiteLLM's names of prices, by size, tier and bound, of which there are a hundred: none is the model's to read."""
 _ENFORCED = "enforce_model_rate_limits"
 _VALUES = {
     ("routing_strategy", "usage-based-routing"): "tokens per minute are not compared; calls in flight are",
@@ -140,6 +143,8 @@ def _row(written: Source, scope: str, path: Path_, value: Any, accepted: frozens
     if (row := _BY_KEY.get((scope, key))) is not None:
         return row
     if scope == "litellm_params":
+        if _PRICE.search(key):
+            return Row(scope, key, "named", "this price is not billed here")
         near = difflib.get_close_matches(key, _NEAR, 1, cutoff=0.8)
         if near:
             return Row(scope, key, "named", f"it is sent to the model as a request default; did you mean {near[0]}?")
@@ -156,6 +161,8 @@ def _row(written: Source, scope: str, path: Path_, value: Any, accepted: frozens
 def _kept(scope: str, key: str) -> bool:
     row = _BY_KEY.get((scope, key))
     if row is None:
+        if scope == "litellm_params" and _PRICE.search(key):
+            return False
         return scope in ("litellm_params", "model_info") or (not scope and key in _OURS)
     return row.kind == "works" or scope == "model_info"
 

@@ -15,8 +15,11 @@ WORKS: dict[str, str] = {
     "litellm_params": (
         "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
         "stream_timeout max_retries num_retries rpm tpm max_parallel_requests max_budget budget_duration weight order "
-        "input_cost_per_token output_cost_per_token cache_read_input_token_cost mock_response drop_params "
-        "additional_drop_params"
+        "input_cost_per_token output_cost_per_token cache_read_input_token_cost cache_creation_input_token_cost "
+        "output_cost_per_reasoning_token input_cost_per_audio_token output_cost_per_audio_token "
+        "input_cost_per_image_token output_cost_per_image_token input_cost_per_image output_cost_per_image "
+        "input_cost_per_second output_cost_per_second input_cost_per_character output_cost_per_character "
+        "mock_response drop_params additional_drop_params"
     ),
     "router_settings": (
         "routing_strategy model_group_alias num_retries max_fallbacks retry_after timeout stream_timeout fallbacks "

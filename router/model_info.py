@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from router.deployments import Deployment, without_secrets
-from router.prices import PRICES
 
 
 def model_info(deployment: Deployment, *, admin: bool) -> dict[str, Any]:
@@ -17,7 +16,6 @@ def model_info(deployment: Deployment, *, admin: bool) -> dict[str, Any]:
             params = without_secrets(deployment.litellm_params.model_dump(mode="json", exclude_unset=True))
             params |= {name: _without_login(params[name]) for name in ("api_base", "base_url") if params.get(name)}
     known = deployment.model_info.model_dump(mode="json", exclude_none=True)
-    price = deployment.price
     return {
         "model_name": deployment.model_name,
         "litellm_params": params,
@@ -26,7 +24,7 @@ def model_info(deployment: Deployment, *, admin: bool) -> dict[str, Any]:
             "id": deployment.id,
             "db_model": False,
             "mode": deployment.model_info.mode or "chat",
-            **{key: getattr(price, name) for key, name in PRICES.items()},
+            **deployment.price.named(),
             "kind": deployment.kind,
             "transport": deployment.transport,
         },

@@ -68,12 +68,10 @@ async def take(limits: Limits, allowance: Allowance, tokens: int, cost: float) -
 
 async def give_back(limits: Limits, place: Place) -> None:
     """Count what was really used; what was reserved where nobody told."""
-    used = place.reply.usage
-    if not used.known:
-        await limits.settle(place.grant, place.grant.tokens, place.grant.cost)
-        return
+    used, grant = place.reply.usage, place.grant
+    cost = place.price.bill(used)
     await limits.settle(
-        place.grant,
-        used.prompt_tokens + used.completion_tokens,
-        place.price.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens),
+        grant,
+        used.prompt_tokens + used.completion_tokens if used.known else grant.tokens,
+        grant.cost if cost is None else cost,
     )

@@ -57,14 +57,23 @@ class Till:
                 headers={"x-twolane-limit": "max_budget"},
             )
 
-    def bill(self, course: Course) -> float:
-        """USD for the answer of a course that has ended; 0 where there is none."""
+    async def settle(self, course: Course, tokens: int) -> float | None:
+        """Bill the answer of a course that has ended, and give back what it did not use.
+
+        USD; None where nobody can tell, and then what was reserved stands.
+        """
+        cost, grant = self._bill(course), course.grant
+        if grant is not None:
+            await self.limits.settle(grant, tokens, grant.cost if cost is None else cost)
+        return cost
+
+    def _bill(self, course: Course) -> float | None:
         if course.reply is not None and course.reply.cost is not None:
             return course.reply.cost()
         return self.part(course)
 
-    def part(self, course: Course) -> float:
-        """USD for what the very deployment of a course answered."""
+    def part(self, course: Course) -> float | None:
+        """USD for what the very deployment of a course answered; 0 without an answer, None where nobody can tell."""
         if course.reply is None or course.deployment is None:
             return 0.0
         return self.tariffs[course.deployment].bill(course.reply, time.perf_counter() - course.asked)

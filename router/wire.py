@@ -85,8 +85,13 @@ def wants_usage(fields: dict[str, msgspec.Raw]) -> bool:
     return bool(options and options.include_usage)
 
 
-class _Details(msgspec.Struct):
+class TokenDetails(msgspec.Struct):
+    """Of what kinds the tokens of one direction were."""
+
     cached_tokens: int | None = None
+    audio_tokens: int | None = None
+    image_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class _UsageView(msgspec.Struct):
@@ -96,8 +101,10 @@ class _UsageView(msgspec.Struct):
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
+    prompt_tokens_details: TokenDetails | None = None
+    input_tokens_details: TokenDetails | None = None
+    completion_tokens_details: TokenDetails | None = None
+    output_tokens_details: TokenDetails | None = None
 
 
 _usage = msgspec.json.Decoder(_UsageView)
@@ -114,6 +121,30 @@ def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
     into.completion_tokens = view.completion_tokens or view.output_tokens or 0
     into.cached_tokens = (details and details.cached_tokens) or 0
     into.known = True
+    count_kinds(details, view.completion_tokens_details or view.output_tokens_details, into)
+
+
+def count_kinds(read: TokenDetails | None, written: TokenDetails | None, into: Usage) -> None:
+    """Note the tokens of kinds that may have a price of their own; most answers have none."""
+    if read is not None:
+        if read.audio_tokens:
+            count(into, "heard", read.audio_tokens)
+        if read.image_tokens:
+            count(into, "seen", read.image_tokens)
+    if written is not None:
+        if written.reasoning_tokens:
+            count(into, "reasoned", written.reasoning_tokens)
+        if written.audio_tokens:
+            count(into, "spoken", written.audio_tokens)
+        if written.image_tokens:
+            count(into, "drawn", written.image_tokens)
+
+
+def count(into: Usage, what: str, amount: float) -> None:
+    """Note an amount by its name in `router.prices`."""
+    if into.counted is None:
+        into.counted = {}
+    into.counted[what] = amount
 
 
 class Answer(msgspec.Struct, gc=False):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from router.call import Call, Raw, Reply, Usage
+from router.call import Call, Raw, Reply
 from router.errors import TimedOut, Unavailable
 from router.transports.openai_http import KEPT, Pools, Target
+from router.transports.raw_usage import UsageReader, counted, makes
 from router.transports.upstream_errors import refusal
-from router.wire import Splitter
 
 if TYPE_CHECKING:
     import aiohttp
@@ -134,7 +134,7 @@ async def _reply(answer: aiohttp.ClientResponse, call: Call) -> Reply:
     headers = _headers(answer)
     kept = {name: value for name, value in headers.items() if name.startswith(_KEPT) or name in _KEPT_TOO}
     kind = headers.get("content-type", "application/octet-stream")
-    reply = Reply(answer.status, kind, headers=kept)
+    reply = Reply(answer.status, kind, headers=kept, usage=counted(call), cost=None if makes(call) else _nothing)
     reply.first_frame = time.perf_counter()
     first = b""
     if kind.split(";")[0].strip().lower() == JSON or answer.content.at_eof():
@@ -142,13 +142,17 @@ async def _reply(answer: aiohttp.ClientResponse, call: Call) -> Reply:
         if answer.content.at_eof():
             answer.release()
             reply.body = first
-            UsageReader(reply.usage, call.path).read(first)
+            UsageReader(reply.usage, call.path).whole(first)
             return reply
     if "content-length" in headers and "content-encoding" not in headers:
         kept["content-length"] = headers["content-length"]
     reader = UsageReader(reply.usage, call.path) if kind.startswith(EVENTS) else None
     reply.frames = Pieces(answer, reply, first, reader)
     return reply
+
+
+def _nothing() -> float:
+    return 0.0
 
 
 def _headers(answer: aiohttp.ClientResponse) -> Mapping[str, str]:
@@ -207,79 +211,3 @@ class Pieces:
         else:
             self._ended = True
             self._answer.close()
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """OpenAI's doors count what was read before among the input, `/messages` beside it."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
-class _Message(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-    message: _Message | None = None
-    """`/messages` puts what it has read into the first event of a stream."""
-
-
-_answer = msgspec.json.Decoder(_Answer)
-
-
-class UsageReader:
-    """Reads what an answer says of its own cost, whole or event by event; what is foreign is left unread."""
-
-    def __init__(self, usage: Usage, path: str) -> None:
-        self._usage = usage
-        self._beside = path.startswith("/messages")
-        self._splitter: Splitter | None = Splitter()
-
-    def feed(self, data: bytes) -> None:
-        """Part of a stream of events."""
-        if self._splitter is None:
-            return
-        try:
-            events = self._splitter.feed(data)
-        except ValueError:  # an endless event: it passes, and is not read
-            self._splitter = None
-            return
-        for _, event in events:
-            if b'"usage"' in event:
-                self.read(event)
-
-    def read(self, body: bytes) -> None:
-        """A whole body, or one event."""
-        try:
-            said = _answer.decode(body)
-        except msgspec.DecodeError:
-            return
-        for usage in (said.usage, None if said.message is None else said.message.usage):
-            if usage is not None:
-                self._take(usage)
-
-    def _take(self, said: _Usage) -> None:
-        into = self._usage
-        read, written = said.cache_read_input_tokens, said.cache_creation_input_tokens or 0
-        prompt = said.input_tokens if said.prompt_tokens is None else said.prompt_tokens
-        answer = said.output_tokens if said.completion_tokens is None else said.completion_tokens
-        details = said.input_tokens_details
-        cached = read if self._beside else None if details is None else details.cached_tokens
-        if prompt is not None:
-            into.prompt_tokens = prompt + ((read or 0) + written if self._beside else 0)
-        if answer is not None:
-            into.completion_tokens = answer
-        if cached is not None:
-            into.cached_tokens = cached
-        into.known = into.known or prompt is not None or answer is not None

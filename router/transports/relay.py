@@ -77,7 +77,7 @@ class Relay:
             # Policy or configuration leaves the receiver no deployment; the caller's own group may have others.
             raise Unavailable(f"The relay's receiver failed: {error.message}", code="relay_receiver_failed") from error
 
-    async def _ask(self, call: Call, messages: list[Message]) -> tuple[str, Usage, float]:
+    async def _ask(self, call: Call, messages: list[Message]) -> tuple[str, Usage, float | None]:
         """The hint, its tokens and what it cost in USD."""
         fields = {name: call.fields[name] for name in _KEPT_FOR_SHARER if name in call.fields}
         fields |= {
@@ -133,13 +133,18 @@ def _hint_of(reply: Reply) -> tuple[str, Usage]:
     return hint, reply.usage
 
 
-def _paid(reply: Reply) -> float:
+def _paid(reply: Reply) -> float | None:
     return 0.0 if reply.cost is None else reply.cost()
 
 
-def _joined(reply: Reply, hint: str, spent: Usage, paid: float) -> Reply:
+def _joined(reply: Reply, hint: str, spent: Usage, paid: float | None) -> Reply:
     """The receiver's reply with the usage and the cost of both; `frames` fills them in when they end."""
-    joined = replace(reply, usage=Usage(), hint=hint, cost=lambda: paid + _paid(reply))
+
+    def cost() -> float | None:
+        rest = _paid(reply)
+        return None if paid is None or rest is None else paid + rest
+
+    joined = replace(reply, usage=Usage(), hint=hint, cost=cost)
     if reply.frames is None:
         joined.body = _with(reply.body, spent)
         _add(joined, reply, spent)

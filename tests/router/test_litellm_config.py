@@ -102,6 +102,16 @@ def test_protection_that_is_off(text: str) -> None:
     assert load_text(text).findings == ()
 
 
+@pytest.mark.parametrize("key", ["cost_per_second", "input_cost_per_token_flex", "output_cost_per_second_1080p"])
+def test_prices_that_are_not_billed(key: str) -> None:
+    """A price of LiteLLM's that means nothing here is named, and never sent to the model."""
+    settings = load_text(f"model_list: [{{model_name: g, litellm_params: {{model: openai/m, {key}: 1}}}}]")
+    assert [f.key for f in settings.findings] == [f"model_list[0].litellm_params.{key}"]
+    params = settings.model_list[0].litellm_params
+    assert params is not None
+    assert params.defaults == {}
+
+
 def test_unknown_keys() -> None:
     """A key nobody knows is refused with a likely spelling, or accepted by name and then named."""
     with pytest.raises(ConfigError, match=r"router_settings\.num_retrys: unknown key.*num_retries"):

@@ -239,6 +239,56 @@ async def test_forms_are_renamed(model_first: bool, one: Router, up: Up) -> None
     assert (happened["prompt_tokens"], happened["completion_tokens"]) == (7, 2)
 
 
+def heard(**more: object) -> dict[str, object]:
+    return {"text": "hi", **more}
+
+
+@pytest.mark.parametrize(
+    ("path", "prices", "answer", "usd"),
+    [
+        ("images/generations", {"output_cost_per_image": 0.5}, {"data": [{"url": "u"}, {"url": "v"}]}, 1.0),
+        ("images/generations", {"output_cost_per_image": 0.5}, {"created": 1}, None),
+        ("audio/transcriptions", {"input_cost_per_second": 0.5}, heard(usage={"type": "duration", "seconds": 3}), 1.5),
+        ("audio/transcriptions", {"input_cost_per_second": 0.5}, heard(duration=2.5), 1.25),
+        ("audio/transcriptions", {"input_cost_per_second": 0.5}, heard(duration="2.5"), 1.25),
+        ("audio/transcriptions", {"input_cost_per_second": 0.5}, heard(), None),
+        ("audio/speech", {"input_cost_per_character": 0.125}, b"sound", 0.5),
+        ("audio/speech", {"output_cost_per_second": 0.125}, b"sound", None),
+        (
+            "audio/transcriptions",
+            {"input_cost_per_token": 1.0, "input_cost_per_audio_token": 3.0},
+            heard(usage={"input_tokens": 5, "output_tokens": 1, "input_token_details": {"audio_tokens": 4}}),
+            13.0,
+        ),
+        (
+            "messages",
+            {"input_cost_per_token": 1.0, "cache_creation_input_token_cost": 1.25},
+            {"usage": {"input_tokens": 2, "cache_creation_input_tokens": 4, "output_tokens": 1}},
+            7.0,
+        ),
+        ("messages/count_tokens", {"input_cost_per_token": 1.0}, {"input_tokens": 5}, 0.0),
+        ("batches", {"input_cost_per_token": 1.0}, {"id": "batch_1"}, 0.0),
+        ("images/generations", {}, {"created": 1}, 0.0),
+    ],
+)
+async def test_what_doors_of_images_and_sound_cost(
+    tmp_path: Path, up: Up, path: str, prices: dict[str, float], answer: dict[str, object] | bytes, usd: float | None
+) -> None:
+    """Images, seconds, characters and kinds of tokens are billed; what neither side tells costs an unknown sum."""
+
+    async def says(request: web.Request) -> web.StreamResponse:
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="audio/mpeg")
+        return web.json_response(answer)
+
+    up.answer = says
+    async with door(tmp_path, entry("m", up.base, **prices)) as to:
+        got = await to.post(f"/v1/{path}", model="m", input="höre")
+        assert got.status == 200
+    [outcome] = [r.body for r in records(tmp_path / "audit", "a") if "result" in r.body]
+    assert outcome["cost"] == usd
+
+
 async def test_a_model_behind_a_long_file(tmp_path: Path, up: Up) -> None:
     """A field `model` that comes too late must name the group that was chosen without it."""
     big = upload(b"x" * (2 * MIB), model_first=False)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prices import Price, listed, table_path
+from router.call import Usage
+from router.prices import KINDS, Price, listed, table_path, written
 from router.settings import ConfigError, load_text
 from tests.router.gateway import Seen, Upstream, chunk, deployment, plain, router, upstream
 
@@ -108,6 +109,77 @@ def test_cached_tokens_are_never_billed_twice(
     price = Price(into, completion, read)
     ends = sorted([price.of(prompt, out, 0), price.of(prompt, out, prompt)])
     assert ends[0] * (1 - 1e-9) <= price.of(prompt, out, cached) <= ends[1] * (1 + 1e-9) + 1e-15
+
+
+CHAT = {"input_cost_per_token": 1.0, "output_cost_per_token": 10.0}
+WHISPER = {"input_cost_per_second": 0.5, "output_cost_per_second": 0.5}
+
+
+def used(prompt: int = 0, completion: int = 0, cached: int = 0, **counted: float) -> Usage:
+    return Usage(prompt, completion, cached, known=bool(prompt or completion), counted=counted or None)
+
+
+@pytest.mark.parametrize(
+    ("prices", "usage", "usd"),
+    [
+        (CHAT, used(3, 2, reasoned=1), 23),
+        (CHAT | {"output_cost_per_reasoning_token": 100.0}, used(3, 2, reasoned=1), 113),
+        (CHAT | {"output_cost_per_reasoning_token": 100.0}, used(3, 2, reasoned=7), 203),
+        (CHAT | {"output_cost_per_reasoning_token": 0.0}, used(3, 2, reasoned=1), 13),
+        (CHAT | {"input_cost_per_audio_token": 5.0}, used(3, 2, heard=2), 31),
+        (CHAT | {"output_cost_per_audio_token": 50.0}, used(3, 2, spoken=2), 103),
+        (CHAT | {"output_cost_per_image_token": 40.0}, used(3, 2, drawn=2), 83),
+        (CHAT | {"input_cost_per_image_token": 2.0}, used(3, 2, seen=3), 26),
+        (CHAT | {"cache_creation_input_token_cost": 1.25}, used(4, 2, stored=4), 25),
+        (
+            CHAT | {"cache_read_input_token_cost": 0.1, "cache_creation_input_token_cost": 1.25},
+            used(9, 1, 4, stored=4),
+            16.4,
+        ),
+        (CHAT | {"cache_read_input_token_cost": 0.1, "input_cost_per_audio_token": 5.0}, used(4, 0, 3, heard=4), 5.3),
+        (CHAT, used(), None),
+        (CHAT, used(images=1), None),
+        (WHISPER, used(seconds=3.0), 1.5),
+        (WHISPER, used(5, 1), None),
+        (WHISPER | {"output_cost_per_second": 0.0}, used(seconds=3.0), 1.5),
+        (CHAT | WHISPER, used(3, 2, seconds=9.0), 23),
+        (CHAT | WHISPER, used(seconds=3.0), 1.5),
+        ({"input_cost_per_image": 4.0}, used(images=2), 8),
+        ({"input_cost_per_image": 0.0, "output_cost_per_image": 3.0}, used(images=2), 6),
+        ({"input_cost_per_character": 0.25}, used(characters=8), 2),
+        ({"input_cost_per_character": 0.25}, used(), None),
+        ({}, used(), 0),
+        ({"input_cost_per_token": 0.0, "output_cost_per_second": 0.0}, used(), 0),
+    ],
+)
+def test_what_is_counted_is_billed(prices: dict[str, float], usage: Usage, usd: float | None, tmp_path: Path) -> None:
+    """Kinds of tokens cost what they cost, images and seconds where no tokens do; what was not told is not known."""
+    table = tmp_path / "prices.json"
+    table.write_text(json.dumps({"m": prices}))
+    for price in (
+        listed(table, [("m", None)])[("m", None)],
+        load_text(config({"model": "openai/m", **prices}, table)).model_list[0].price,
+    ):
+        bill = price.bill(usage)
+        assert bill == (None if usd is None else pytest.approx(usd))
+
+
+@given(
+    kinds=st.dictionaries(st.sampled_from([*KINDS]), st.floats(0, 1)),
+    counted=st.dictionaries(st.sampled_from([*KINDS.values()]), st.integers(0, 10**6)),
+    prompt=st.integers(0, 10**6),
+    cached=st.integers(0, 10**6),
+    out=st.integers(0, 10**6),
+)
+def test_kinds_of_tokens_are_billed_once(
+    kinds: dict[str, float], counted: dict[str, float], prompt: int, cached: int, out: int
+) -> None:
+    """Whatever an upstream says of kinds, a call costs between all tokens at the least price and all at the dearest."""
+    price = written({"input_cost_per_token": 0.5, "output_cost_per_token": 0.25, **kinds}, Price())
+    bill = price.bill(used(prompt, out, min(cached, prompt), **counted))
+    usd = (0.5, 0.25, *kinds.values())
+    if bill is not None:
+        assert (prompt + out) * min(usd) - 1e-6 <= bill <= (prompt + out) * max(usd) + 1e-6
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"gpt-small": 3}'])

@@ -1,0 +1,132 @@
+"""What answers of the pass-through doors tell, or show, of what they used: tokens, images, seconds, characters."""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.call import Call, Usage
+from router.errors import BadRequest
+from router.wire import Splitter, TokenDetails, count, count_kinds, read_text
+
+_MAKE = ("/audio", "/images", "/messages")
+
+
+def makes(call: Call) -> bool:
+    """Whether a request makes an upstream work for money at once; what a batch costs nobody is told here."""
+    path = call.path
+    apart = path.startswith("/messages/batches") or path == "/messages/count_tokens"
+    return call.raw is not None and call.raw.method == "POST" and path.startswith(_MAKE) and not apart
+
+
+def counted(call: Call) -> Usage:
+    """What the request alone tells: the characters that are to be spoken."""
+    usage = Usage()
+    if call.path == "/audio/speech":
+        try:
+            text = read_text(call.fields, "input")
+        except BadRequest:  # the upstream's to refuse
+            text = None
+        if text:
+            count(usage, "characters", len(text))
+    return usage
+
+
+class _Usage(msgspec.Struct):
+    """OpenAI's doors count what was read before among the input, `/messages` beside it."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: TokenDetails | None = None
+    input_token_details: TokenDetails | None = None
+    output_tokens_details: TokenDetails | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    seconds: float | None = None
+
+
+class _Message(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+    message: _Message | None = None
+    """`/messages` puts what it has read into the first event of a stream."""
+
+
+class _Images(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _Transcript(msgspec.Struct):
+    duration: float
+
+
+_answer = msgspec.json.Decoder(_Answer)
+_images = msgspec.json.Decoder(_Images)
+_transcript = msgspec.json.Decoder(_Transcript, strict=False)  # some servers write the number as text
+
+
+class UsageReader:
+    """Reads what an answer says of its own cost, whole or event by event; what is foreign is left unread."""
+
+    def __init__(self, usage: Usage, path: str) -> None:
+        self._usage = usage
+        self._path = path
+        self._beside = path.startswith("/messages")
+        self._splitter: Splitter | None = Splitter()
+
+    def feed(self, data: bytes) -> None:
+        """Part of a stream of events."""
+        if self._splitter is None:
+            return
+        try:
+            events = self._splitter.feed(data)
+        except ValueError:  # an endless event: it passes, and is not read
+            self._splitter = None
+            return
+        for _, event in events:
+            if b'"usage"' in event:
+                self._read(event)
+
+    def whole(self, body: bytes) -> None:
+        """A whole body."""
+        self._read(body)
+        try:
+            if self._path.startswith("/images"):
+                count(self._usage, "images", len(_images.decode(body).data))
+            elif self._path.startswith("/audio") and "seconds" not in (self._usage.counted or {}):
+                count(self._usage, "seconds", _transcript.decode(body).duration)
+        except msgspec.DecodeError:  # no such figure in it
+            pass
+
+    def _read(self, body: bytes) -> None:
+        try:
+            said = _answer.decode(body)
+        except msgspec.DecodeError:
+            return
+        for usage in (said.usage, None if said.message is None else said.message.usage):
+            if usage is not None:
+                self._take(usage)
+
+    def _take(self, said: _Usage) -> None:
+        into = self._usage
+        read, stored = said.cache_read_input_tokens, said.cache_creation_input_tokens or 0
+        prompt = said.input_tokens if said.prompt_tokens is None else said.prompt_tokens
+        answer = said.output_tokens if said.completion_tokens is None else said.completion_tokens
+        details = said.input_tokens_details or said.input_token_details
+        cached = read if self._beside else None if details is None else details.cached_tokens
+        if prompt is not None:
+            into.prompt_tokens = prompt + ((read or 0) + stored if self._beside else 0)
+        if answer is not None:
+            into.completion_tokens = answer
+        if cached is not None:
+            into.cached_tokens = cached
+        if stored:
+            count(into, "stored", stored)
+        if said.seconds:
+            count(into, "seconds", said.seconds)
+        count_kinds(details, said.output_tokens_details, into)
+        into.known = into.known or prompt is not None or answer is not None
