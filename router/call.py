@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -68,6 +68,12 @@ class Call:
     """Of a request that is passed through."""
     trace: str | None = None
     """`traceparent` as it was sent."""
+    trace_state: str | None = None
+    """`tracestate` as it was sent; of several headers the first, whose entries are the youngest."""
+    span: Any = None
+    """OpenTelemetry's span of this request, where traces are sent."""
+    onward: Mapping[str, str] | None = None
+    """Headers that tell whoever is asked which trace this belongs to."""
 
 
 @dataclass(slots=True)

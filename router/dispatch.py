@@ -46,7 +46,7 @@ from router.settings import Settings
 from router.shadow import Shadow
 from router.telemetry import Metrics, Outcome, log_request
 from router.till import Till
-from router.traces import Traces
+from router.traces import Traces, follow
 from router.transports.base import Transport
 
 LONGEST_WAIT = 3.0
@@ -110,6 +110,9 @@ class Dispatcher:
         Raises RouterError; the books of a call that raises are closed.
         """
         course = Course(call)
+        if call.trace is not None or self.traces is not None:
+            onward = self.settings.litellm_settings.forward_traceparent_to_llm_provider
+            follow(call, self.traces, onward=onward)
         try:
             if self.guardrails or "guardrails" in call.fields or call.tenant.guardrails:
                 await self.guardrails.request(call)

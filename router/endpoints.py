@@ -280,6 +280,7 @@ def made_call(
         told_labels=header(headers, b"x-twolane-labels"),
         raw=raw,
         trace=header(headers, b"traceparent"),
+        trace_state=header(headers, b"tracestate"),
     )
 
 

@@ -29,7 +29,7 @@ WORKS: dict[str, str] = {
     ),
     "litellm_settings": (
         "num_retries request_timeout fallbacks default_fallbacks context_window_fallbacks content_policy_fallbacks "
-        "allowed_fails drop_params json_logs turn_off_message_logging telemetry"
+        "allowed_fails drop_params json_logs turn_off_message_logging telemetry forward_traceparent_to_llm_provider"
     ),
     "general_settings": "master_key max_request_size_mb",
 }

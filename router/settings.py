@@ -101,6 +101,8 @@ class LiteLLMSettings(_Shared):
     json_logs: bool = False
     turn_off_message_logging: bool = False
     telemetry: bool = False
+    forward_traceparent_to_llm_provider: bool = True
+    """`traceparent` and `tracestate` of the caller, or of our own traces, go on to upstreams."""
 
 
 class GeneralSettings(Config):

@@ -1,13 +1,15 @@
 """OpenTelemetry traces by the GenAI conventions: one span for a request, one below it for the deployment that answered.
 
-Made when a request has ended, from what the log event tells too; so they hold no key and no content. The packages are
-imported where `otel` is configured, and then only.
+What they say is taken from what the log event tells too, so they hold no key and no content. The packages are imported
+where `otel` is configured, and then only; without it a caller's trace goes on to upstreams as it came.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -16,6 +18,7 @@ from router.source import ConfigError
 from workers.config import Config
 
 if TYPE_CHECKING:
+    from router.call import Call
     from router.course import Course
     from router.deployments import Deployment
     from router.telemetry import Event
@@ -41,6 +44,10 @@ _PROVIDERS = {
 """LiteLLM's names that the conventions write otherwise."""
 
 
+_IDS = r"-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+_TRACEPARENT = re.compile(rf"00{_IDS}|(?!00|ff)[0-9a-f]{{2}}{_IDS}(?:-[!-~]*)?")
+"""W3C Trace Context; versions to come may have more at the end."""
+_TRACESTATE = re.compile(r"[ -~\t]{1,2048}")
 _SENDS_S = 2.0
 """Seconds for one batch, its repetitions included: a collector that is away delays the router's end by no more."""
 
@@ -54,6 +61,17 @@ class OtelConfig(Config):
     service_name: str = "twolane"
     sample: float = Field(1.0, ge=0, le=1)
     """Share of the requests that are traced where the caller's `traceparent` does not say."""
+
+
+def follow(call: Call, traces: Traces | None, *, onward: bool) -> None:
+    """Join the caller's trace, or begin one where traces are sent; `onward`: whoever is asked is told of it."""
+    said: dict[str, str] = {}
+    if call.trace is not None and _TRACEPARENT.fullmatch(call.trace):
+        said["traceparent"] = call.trace
+        if call.trace_state is not None and _TRACESTATE.fullmatch(call.trace_state):
+            said["tracestate"] = call.trace_state
+    told = said if traces is None else traces.begin(call, said)
+    call.onward = told if onward and told else None
 
 
 class Traces:
@@ -83,35 +101,39 @@ class Traces:
             BatchSpanProcessor(OTLPSpanExporter(url, headers=config.headers, timeout=_SENDS_S))
         )
         self._tracer = self._provider.get_tracer("twolane")
-        self._parent = TraceContextTextMapPropagator()
+        self._context = TraceContextTextMapPropagator()
         self._below = set_span_in_context
         self._server, self._client = SpanKind.SERVER, SpanKind.CLIENT
         self._failed = Status(StatusCode.ERROR)
 
-    def finished(self, course: Course, event: Event, deployment: Deployment | None) -> None:
-        """Make the spans of a request; `deployment` is the one that answered."""
-        call = course.call
-        now, clock = time.time_ns(), time.perf_counter()
-
-        def wall(at: float) -> int:
-            return now - int((clock - at) * 1e9)
-
+    def begin(self, call: Call, above: Mapping[str, str]) -> dict[str, str]:
+        """Open the request's span below the caller's; the headers for those that are to stand below it."""
+        ago = time.perf_counter() - call.started
         method = "POST" if call.raw is None else call.raw.method
-        above = self._parent.extract({"traceparent": call.trace}) if call.trace else None
-        span = self._tracer.start_span(
+        call.span = self._tracer.start_span(
             f"{method} {_door(call.path)}",
-            above,
+            self._context.extract(above),
             self._server,
-            _request(course, event, method),
-            None,
-            wall(call.started),
+            start_time=time.time_ns() - int(ago * 1e9),
         )
+        told: dict[str, str] = {}
+        self._context.inject(told, self._below(call.span))
+        return told
+
+    def finished(self, course: Course, event: Event, deployment: Deployment | None) -> None:
+        """Close the span of a request; `deployment` is the one that answered."""
+        call, span = course.call, course.call.span
+        if span is None or not span.is_recording():
+            return
+        now, clock = time.time_ns(), time.perf_counter()
+        span.set_attributes(_request(course, event, "POST" if call.raw is None else call.raw.method))
         failed = event.outcome in ("error", "cut")
-        if span.is_recording() and deployment is not None:
+        if deployment is not None:
             operation = _OPERATIONS.get(call.path, _door(call.path).strip("/"))
             name = f"{operation} {deployment.upstream_model}"
+            asked = now - int((clock - course.asked) * 1e9)
             inner = self._tracer.start_span(
-                name, self._below(span), self._client, _answer(operation, event, deployment), None, wall(course.asked)
+                name, self._below(span), self._client, _answer(operation, event, deployment), None, asked
             )
             if failed:
                 inner.set_status(self._failed)

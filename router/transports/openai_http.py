@@ -146,6 +146,8 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
     head = target.head(call.path)
     if extra:
         head += header_lines(extra)
+    if call.onward is not None:
+        head += header_lines(call.onward)
     answer: Answer | None = None
     try:
         async with Bound(timeout) as bound:

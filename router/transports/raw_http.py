@@ -76,7 +76,7 @@ async def _ask(pools: Pools, target: Target, call: Call, raw: Raw) -> aiohttp.Cl
     from yarl import URL
 
     session, base = pools.session(target.base)
-    headers = {**raw.headers, **target.headers}
+    headers = {**raw.headers, **target.headers, **(call.onward or {})}
     key = target.headers.get("authorization", "").removeprefix("Bearer ")
     if key and call.path.startswith("/messages"):
         headers.setdefault("x-api-key", key)

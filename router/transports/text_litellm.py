@@ -218,6 +218,8 @@ class TextLiteLLM:
                 )
         arguments |= {"model": self._deployment.upstream_for(call.model), "num_retries": 0, "max_retries": 0}
         arguments.pop("stream_options", None)
+        if call.onward is not None:
+            arguments["extra_headers"] = {**(arguments.get("extra_headers") or {}), **call.onward}
         if call.stream:
             arguments |= {"stream": True, "stream_options": {"include_usage": True}}
         return arguments

@@ -174,7 +174,9 @@ async def test_mock_response(thread: LiteLLMThread) -> None:
 async def test_plain(thread: LiteLLMThread, provider: Provider) -> None:
     """A provider with another interface is asked in its own words and answers in OpenAI's."""
     transport = deployed(thread, api_base=provider.base, temperature=0.5, max_tokens=9)
-    reply = await transport.send(call(max_tokens=5, stop=["x"], metadata={"team": "a"}))
+    asked = call(max_tokens=5, stop=["x"], metadata={"team": "a"})
+    asked.onward = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    reply = await transport.send(asked)
     body = json.loads(reply.body)
     assert body["choices"][0]["message"]["content"] == "hello"
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -182,6 +184,7 @@ async def test_plain(thread: LiteLLMThread, provider: Provider) -> None:
     (seen,) = provider.seen
     assert (seen["max_tokens"], seen["temperature"], seen["stop_sequences"]) == (5, 0.5, ["x"])
     assert seen["model"] == "claude-x"
+    assert provider.headers[0]["traceparent"] == asked.onward["traceparent"]
     assert reply.first_frame is not None
 
 

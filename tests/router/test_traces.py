@@ -118,3 +118,94 @@ async def test_a_collector_that_is_away(tmp_path: Path, up: Upstream) -> None:
     otel = {"endpoint": "http://127.0.0.1:9"}
     async with router(tmp_path, {"model_list": [deployment("m", up)], "otel": otel}) as door:
         assert (await door.post(model="m")).status == 200
+
+
+GIVEN = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        ({"traceparent": GIVEN}, {"traceparent": GIVEN}),
+        (
+            {"traceparent": GIVEN, "tracestate": "a=1,b=x y"},
+            {"traceparent": GIVEN, "tracestate": "a=1,b=x y"},
+        ),
+        ({"traceparent": f"01-{TRACE}-{PARENT}-00-more"}, {"traceparent": f"01-{TRACE}-{PARENT}-00-more"}),
+        ({"traceparent": f"{GIVEN}-more", "tracestate": "a=1"}, {}),
+        ({"traceparent": f"ff-{TRACE}-{PARENT}-01"}, {}),
+        ({"traceparent": f"00-{'0' * 32}-{PARENT}-01"}, {}),
+        ({"traceparent": f"00-{TRACE}-{'0' * 16}-01"}, {}),
+        ({"traceparent": GIVEN.upper()}, {}),
+        ({"traceparent": GIVEN, "tracestate": "a=é"}, {"traceparent": GIVEN}),
+        ({"traceparent": GIVEN, "tracestate": "a=" + "1" * 5000}, {"traceparent": GIVEN}),
+        ({"tracestate": "a=1"}, {}),
+        ({}, {}),
+    ],
+)
+async def test_a_trace_goes_on(tmp_path: Path, up: Upstream, sent: dict[str, str], got: dict[str, str]) -> None:
+    """A caller's trace context reaches the upstream as it came; what is none, and a state without it, does not."""
+    async with router(tmp_path, {"model_list": [deployment("m", up)]}) as door:
+        assert (await door.post(model="m", headers=sent)).status == 200
+    assert _told(up) == [got]
+
+
+@pytest.mark.parametrize("otel", [False, True])
+async def test_a_trace_goes_every_way(tmp_path: Path, up: Upstream, collector: Collector, otel: bool) -> None:
+    """Streams, a fallback group, a relay's halves and what is passed through: all asked are told of the trace."""
+
+    async def fails(seen: Seen) -> web.StreamResponse:
+        return failure(500)
+
+    up.answers["bad"] = fails
+    relay = {"model_name": "r", "relay_params": {"sharer": "m", "receiver": "m"}}
+    config = {
+        "model_list": [deployment("m", up), deployment("bad", up), relay],
+        "router_settings": {"num_retries": 0, "fallbacks": [{"bad": ["m"]}]},
+    }
+    if otel:
+        config["otel"] = {"endpoint": collector.base}
+    async with router(tmp_path, config) as door:
+        for path, model in (("chat/completions", "bad"), ("chat/completions", "r"), ("audio/speech", "m")):
+            answer = await door.post(f"/v1/{path}", model=model, input="x", headers={"traceparent": GIVEN})
+            assert answer.status == 200
+        await door.post(model="m", stream=True, headers={"traceparent": GIVEN})
+    told = [headers.get("traceparent", "") for headers in _told(up)]
+    assert [value[:36] for value in told] == [GIVEN[:36]] * 6
+    spans = {collector.spans[name].span_id.hex() for name in collector.spans if name.startswith("POST")}
+    assert spans <= {value[36:52] for value in told}
+    assert bool(spans) is otel
+    assert (GIVEN in told) is not otel
+
+
+@pytest.mark.parametrize("sample", [0.0, 1.0])
+async def test_a_trace_begins_here(tmp_path: Path, up: Upstream, collector: Collector, sample: float) -> None:
+    """Without a trace of the caller's the router begins one, and says whether it is sampled."""
+    otel = {"endpoint": collector.base, "sample": sample}
+    async with router(tmp_path, {"model_list": [deployment("m", up)], "otel": otel}) as door:
+        await door.post(model="m", headers={"tracestate": "a=1"})
+    [told] = _told(up)
+    version, trace, parent, flags = told["traceparent"].split("-")
+    assert (version, int(flags, 16) & 1, len(trace), len(parent)) == ("00", int(sample), 32, 16)
+    assert "tracestate" not in told
+    if sample:
+        outer = collector.spans["POST /chat/completions"]
+        assert (outer.trace_id.hex(), outer.span_id.hex()) == (trace, parent)
+
+
+@pytest.mark.parametrize("otel", [False, True])
+async def test_a_trace_that_stays(tmp_path: Path, up: Upstream, collector: Collector, otel: bool) -> None:
+    """`forward_traceparent_to_llm_provider: false` tells upstreams nothing."""
+    config: dict[str, Any] = {
+        "model_list": [deployment("m", up)],
+        "litellm_settings": {"forward_traceparent_to_llm_provider": False},
+    }
+    if otel:
+        config["otel"] = {"endpoint": collector.base}
+    async with router(tmp_path, config) as door:
+        await door.post(model="m", headers={"traceparent": GIVEN, "tracestate": "a=1"})
+    assert _told(up) == [{}]
+
+
+def _told(up: Upstream) -> list[dict[str, str]]:
+    return [{k: v for k, v in seen.headers.items() if k.startswith("trace")} for seen in up.seen]
