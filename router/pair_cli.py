@@ -37,8 +37,11 @@ class PairCommands(Commands):
 
 
 @click.group("pair", cls=PairCommands)
-def pair_commands() -> None:
+@click.pass_context
+def pair_commands(context: click.Context) -> None:
     """Pairs: sharer, receiver and the fuser between them."""
+    # For commands that lie with the workers, who do not know how a configuration is read.
+    context.obj = lambda path: _load(path).fleet
 
 
 @pair_commands.result_callback()

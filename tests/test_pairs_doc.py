@@ -27,6 +27,7 @@ def commands() -> list[list[str]]:
 def test_from_two_models_to_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command ends well; of random models nothing is proven, and `verify` says so by its exit status."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
     for name, seed in (("big-model", 0), ("small-model", 1)):
         make_model(Path(name), seed=seed)
     rows = [{"context": f"Item {i} is tide {i}.", "question": "What is it?", "answer": f"tide {i}"} for i in range(8)]

@@ -63,6 +63,10 @@ class Prompt:
     def mask_of(self, sharer: int) -> Tensor | None:
         return self.mask if self.sharer_masks is None else self.sharer_masks[sharer]
 
+    def fused_until(self, sharer: int) -> int:
+        """Tokens up to the end of the last section that names the sharer; the prompt's last section is not fused."""
+        return sum(s.length for s in self.sections[: _last_selected(self.sections[:-1], sharer)])
+
 
 @dataclass(slots=True)
 class Run:
@@ -187,6 +191,25 @@ def forward(
     return logits
 
 
+@torch.no_grad()
+def read_sharer(model: Any, prompt: Prompt) -> DynamicCache:
+    """What `prefill` has the first sharer read, section by section, as far as it is fused."""
+    cache, start = DynamicCache(), 0
+    positions = _positions(prompt)
+    for section in prompt.sections[: _last_selected(prompt.sections[:-1], 0)]:
+        end = start + section.length
+        forward(model, prompt.ids_of(0)[:, start:end], cache, _upto(prompt.mask_of(0), end), positions[:, start:end])
+        start = end
+    return cache
+
+
+def _positions(prompt: Prompt) -> Tensor:
+    if prompt.positions is not None:
+        return prompt.positions
+    batch, tokens = prompt.ids.shape
+    return torch.arange(tokens, device=prompt.ids.device).expand(batch, -1)
+
+
 def _prefill(
     receiver: Any,
     sharers: tuple[Sharer, ...],
@@ -196,18 +219,16 @@ def _prefill(
     include_response: bool = False,
     idle: bool = False,
     all_logits: bool = False,
+    read: DynamicCache | None = None,
 ) -> Run:
     if include_response and (not sharers or prompt.sharer_ids is not None):
         raise BadPrompt("include-response needs a sharer that reads the receiver's own tokens")
-    batch, tokens = prompt.ids.shape
-    positions = prompt.positions
-    if positions is None:
-        positions = torch.arange(tokens, device=prompt.ids.device).expand(batch, -1)
+    positions = _positions(prompt)
     run = Run(
         receiver=receiver,
         sharers=sharers,
         cache=DynamicCache(),
-        sharer_caches=tuple(DynamicCache() for _ in sharers),
+        sharer_caches=tuple(DynamicCache() for _ in sharers) if read is None else (read,),
         logits=torch.empty(0),
         mask=prompt.mask,
         sharer_mask=prompt.mask_of(0) if sharers else None,
@@ -216,6 +237,7 @@ def _prefill(
     last = len(prompt.sections) - 1
     # A sharer runs as far as the last section that selects it, and not at all when none does.
     until = [last if idle else _last_selected(prompt.sections[:last], q) for q in range(len(sharers))]
+    until = until if read is None else [0]
     start = 0
     for index, section in enumerate(prompt.sections):
         end = start + section.length
@@ -369,9 +391,15 @@ def batch_loss(
     *,
     fusion: Fusion = "sequential",
     include_response: bool = False,
+    read: DynamicCache | None = None,
 ) -> Loss:
-    """The receiver's causal loss on the last section. Differentiable in the projectors; models are to be frozen."""
-    run = _prefill(receiver, tuple(sharers), batch.prompt, fusion, include_response=include_response, all_logits=True)
+    """The receiver's causal loss on the last section. Differentiable in the projectors; models are to be frozen.
+
+    `read`: what `read_sharer` gave for the only sharer; without include-response.
+    """
+    run = _prefill(
+        receiver, tuple(sharers), batch.prompt, fusion, include_response=include_response, all_logits=True, read=read
+    )
     labels = batch.labels[:, -batch.prompt.sections[-1].length :]
     loss = F.cross_entropy(run.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     return Loss(loss, run.logits)

@@ -14,6 +14,7 @@ from workers.counterfactual import otherwise
 from workers.errors import LoadFailed
 from workers.fusers.linear import LinearFuser, LinearShape
 from workers.items import Item, digest_of_items
+from workers.kept import KEEP_BYTES, keeping
 from workers.loader import Loaded, Loader
 from workers.pairing import hold_pair
 from workers.pairs import PairFile, Training
@@ -33,7 +34,8 @@ def adapter(
     plan = Plan(**training.options)
     if plan.kind == "linear":
         return _linear(file, sharer, receiver, items, plan, chunk)
-    train_pair(place / "adapter", "adapter", sharer, receiver, items, plan, deaf=True)
+    with keeping(KEEP_BYTES) as kept:
+        train_pair(place / "adapter", "adapter", sharer, receiver, items, plan, reads=kept, deaf=True)
     known = _Known(sharer, receiver)
     config = PairConfig(name="adapter", fuser=str(place / "adapter"), sharer=known.sharer, receiver=known.receiver)
     return otherwise(hold_pair(Fleet(models=(), pairs=(config,)), config, known, None, chunk).runtime, "zero", None)

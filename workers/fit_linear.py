@@ -33,7 +33,6 @@ from workers.greedy import read
 from workers.loader import Loaded
 from workers.pairs import FuserInfo, PairFile
 from workers.train import publish
-from workers.verify import silent
 
 _HELD_OUT_EVERY = 8
 _RIDGES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -113,11 +112,11 @@ def fit(
     texts: Iterable[Sequence[int]],
     recipe: Recipe = Recipe(),
     tell: Callable[[Progress], None] | None = None,
-    *,
-    deaf: bool = False,
+    reads: Callable[[Loaded, Sequence[int]], KVCache] = read,
 ) -> Fitted:
-    """`deaf`: as a control, the sharer's KV is zero, and the maps are constants. Raises LoadFailed: models that no
-    linear fuser can stand between, or too few texts.
+    """`reads` gives the models' KV of a text, computed or kept.
+
+    Raises LoadFailed: models that no linear fuser can stand between, or too few texts.
     """
     refuse(sharer, receiver)
     scouts: list[_Read] = []
@@ -125,7 +124,7 @@ def fit(
     moments: _Moments | None = None
     began, seen, held_tokens = time.monotonic(), 0, 0
     for index, ids in enumerate(_until(texts, recipe.tokens)):
-        one = _both(sharer, receiver, ids, deaf=deaf)
+        one = _both(sharer, receiver, ids, reads)
         seen += len(ids)
         if index % _HELD_OUT_EVERY == 1 and held_tokens < recipe.held_out:
             held.append(one)
@@ -148,7 +147,7 @@ def fit(
         sharer.shape, receiver.shape, moments.layers, (1.0,) * receiver.shape.layers, recipe.least, recipe.blend
     )
     maps = LinearFuser(replace(shape, least=-1.0), tensors, dtype=receiver.dtype)
-    cosine = attention_cosine(sharer, receiver, maps, [one.ids for one in held])
+    cosine = attention_cosine(sharer, receiver, maps, [one.ids for one in held], reads)
     return Fitted(replace(shape, cosine=cosine), tensors, r2, seen - held_tokens, held_tokens)
 
 
@@ -173,7 +172,11 @@ def turns_plainly(model: Loaded) -> bool:
 
 @torch.no_grad()
 def attention_cosine(
-    sharer: Loaded, receiver: Loaded, fuser: LinearFuser, texts: Iterable[Sequence[int]]
+    sharer: Loaded,
+    receiver: Loaded,
+    fuser: LinearFuser,
+    texts: Iterable[Sequence[int]],
+    reads: Callable[[Loaded, Sequence[int]], KVCache] = read,
 ) -> tuple[float, ...]:
     """By receiver layer: mean cosine between what attention says with mapped KV and with its own, for the queries that
     the receiver has when it reads the text alone. The first token is left out: it can look at nothing but itself.
@@ -181,7 +184,7 @@ def attention_cosine(
     sums = torch.zeros(receiver.shape.layers, device=receiver.device)
     count = 0
     for ids in texts:
-        mapped = fuser.project(read(sharer, ids), None, 0)
+        mapped = fuser.project(reads(sharer, ids), None, 0)
         for layer, (own, other) in enumerate(_attention_outputs(receiver, ids, list(mapped.tensors()))):
             sums[layer] += torch.cosine_similarity(own[0, 1:].float(), other[0, 1:].float(), dim=-1).sum()
         count += len(ids) - 1
@@ -223,13 +226,14 @@ class _Read:
     target: dict[int, Tensor]
 
 
-def _both(sharer: Loaded, receiver: Loaded, ids: Sequence[int], *, deaf: bool) -> _Read:
-    def rows(model: Loaded, kv: KVCache) -> dict[int, Tensor]:
+def _both(
+    sharer: Loaded, receiver: Loaded, ids: Sequence[int], reads: Callable[[Loaded, Sequence[int]], KVCache]
+) -> _Read:
+    def rows(model: Loaded) -> dict[int, Tensor]:
         shape: KVShape = model.shape
-        return bare_rows(kv, list(range(shape.layers)), 0, shape)
+        return bare_rows(reads(model, ids), list(range(shape.layers)), 0, shape)
 
-    theirs = silent(sharer, len(ids)) if deaf else read(sharer, ids)
-    return _Read(tuple(ids), rows(sharer, theirs), rows(receiver, read(receiver, ids)))
+    return _Read(tuple(ids), rows(sharer), rows(receiver))
 
 
 def _until(texts: Iterable[Sequence[int]], tokens: int) -> Iterator[Sequence[int]]:

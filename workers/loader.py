@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -158,6 +159,8 @@ class Loader:
 
 def _device(name: str) -> torch.device:
     """Raises LoadFailed for a device that is not here: on another one answers would differ."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise LoadFailed(f"device {name}: auto, cpu, cuda or cuda:N is expected")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

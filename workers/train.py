@@ -8,6 +8,7 @@ goes on as if it had not been.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from workers.align import Aligned
-from workers.c2c_run import Batch, Sharer, aligned_prompt, batch_loss
+from workers.c2c_run import Batch, Prompt, Sharer, aligned_prompt, batch_loss, read_sharer
 from workers.cache import KVCache
 from workers.errors import LoadFailed
 from workers.fusers.base import Change, Slots
@@ -30,6 +32,7 @@ from workers.lesson_batch import grouped, summed_loss
 from workers.loader import Loaded
 from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, write
 from workers.prompt import Heard
+from workers.together import ALONE, Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,29 @@ class AlignedLesson:
 
 Lessons = Callable[[int], Lesson] | Callable[[int], AlignedLesson]
 """By number, from 0; the same number gives the same lesson."""
-Reads = Callable[[Loaded, Sequence[int]], KVCache]
-"""KV of the ids, read alone from position 0 by a frozen model."""
+
+
+class Reads(Protocol):
+    """What frozen models read: computed each time, or kept."""
+
+    def read(self, loaded: Loaded, ids: Sequence[int]) -> KVCache:
+        """KV of the ids, read alone from position 0."""
+
+    def read_sharer(self, loaded: Loaded, prompt: Prompt) -> DynamicCache:
+        """As `workers.c2c_run.read_sharer`."""
+
+
+class Anew:
+    """Computes each time."""
+
+    def read(self, loaded: Loaded, ids: Sequence[int]) -> KVCache:
+        return read(loaded, ids)
+
+    def read_sharer(self, loaded: Loaded, prompt: Prompt) -> DynamicCache:
+        return read_sharer(loaded.model, prompt)
+
+
+ANEW = Anew()
 
 
 class Trainable(Protocol):
@@ -140,7 +164,8 @@ class Progress:
 class Trainer:
     """Holds the fuser's optimiser between steps; the fuser it is given is trained in place.
 
-    `reads` gives the frozen models' KV of a context: computed each time, or kept. Aligned lessons read theirs anew.
+    `team`: the processes that share each batch. All of them call the same methods in the same order; what comes out is
+    the same in all, and that of one process but for the order of sums.
     """
 
     def __init__(
@@ -150,33 +175,45 @@ class Trainer:
         fuser: Trainable,
         lessons: Lessons,
         recipe: Recipe,
-        reads: Reads = read,
+        reads: Reads = ANEW,
+        team: Team = ALONE,
     ) -> None:
         self.sharer, self.receiver, self.fuser = sharer, receiver, fuser
-        self.lessons, self.recipe, self.reads = lessons, recipe, reads
+        self.lessons, self.recipe, self.reads, self.team = lessons, recipe, reads, team
         self.step = 0
+        self.smooth = 0.0
+        """The loss, smoothed over about twenty steps."""
         self.tokens = 0
         """Learnt from since this process began: contexts, questions and answers."""
         self.fuser.net.requires_grad_(True)
+        self._parameters = list(fuser.net.parameters())
         self._optimizers = _optimizers(fuser.net, recipe)
+        self._began: tuple[float, int] | None = None
 
     def run(self, until: int | None = None, tell: Callable[[Progress], None] | None = None) -> float:
         """Steps from where it stands to `until` (default: all). Returns the smoothed loss."""
         end = min(self.recipe.steps, until if until is not None else self.recipe.steps)
-        if self.step == 0:
-            self._calibrate()
-        began, first, smooth = time.monotonic(), self.step, 0.0
+        began, first = self._begin()
         self.fuser.train()
         while self.step < end:
             loss = self._learn()
             self.step += 1
-            smooth = loss if self.step == first + 1 else smooth + (loss - smooth) / min(20, self.step - first)
+            self.smooth += (loss - self.smooth) / min(20, self.step)
             if tell is not None:
                 pace = (time.monotonic() - began) / (self.step - first)
                 left = pace * (self.recipe.steps - self.step)
-                tell(Progress(self.step, self.recipe.steps, smooth, left, self.fuser.change().gates_open))
+                tell(Progress(self.step, self.recipe.steps, self.smooth, left, self.fuser.change().gates_open))
         self.fuser.train(False)
-        return smooth
+        return self.smooth
+
+    def _begin(self) -> tuple[float, int]:
+        """When, and at which step, this process went to work."""
+        if self._began is None:
+            self._began = time.monotonic(), self.step
+            if self.step == 0 and self.team.rank == 0:
+                self._calibrate()
+            self.team.follow(list(self.fuser.net.state_dict().values()))
+        return self._began
 
     def _calibrate(self) -> None:
         found = [self.lessons(i) for i in range(self.recipe.calibrate)]
@@ -188,32 +225,37 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
             optimizer.zero_grad(set_to_none=True)
-        batch = self.recipe.batch
-        lessons = [self.lessons(self.step * batch + i) for i in range(batch)]
-        total = 0.0
-        with torch.random.fork_rng():
-            torch.manual_seed(self.recipe.seed * 1_000_003 + self.step)
-            for loss in self.losses(lessons):
+        numbers = range(self.step * self.recipe.batch, (self.step + 1) * self.recipe.batch)
+        lessons = [(number, self.lessons(number)) for number in numbers]
+        supervised = sum(_supervised(lesson) for _, lesson in lessons)
+        total = torch.zeros(1, device=self.receiver.device)
+        with torch.random.fork_rng([self.receiver.device] if self.receiver.device.type == "cuda" else []):
+            for loss in self.losses(self.team.share(lessons), supervised):
                 loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.fuser.net.parameters(), self.recipe.clip)
+                total += loss.detach()
+        self.team.add_gradients(self._parameters)
+        self.team.add([total])
+        torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip)
         for optimizer in self._optimizers:
             optimizer.step()
         self.fuser.anneal(self.step + 1)
-        self.tokens += sum(_tokens(lesson) for lesson in lessons)
-        return total
+        self.tokens += sum(_tokens(lesson) for _, lesson in lessons)
+        return float(total)
 
-    def losses(self, lessons: Sequence[Lesson | AlignedLesson]) -> Iterator[torch.Tensor]:
-        """Parts of the step's loss. Every supervised token of a step weighs the same, whatever lesson it is in."""
-        count = sum(_supervised(lesson) for lesson in lessons)
+    def losses(self, lessons: Sequence[tuple[int, Lesson | AlignedLesson]], supervised: int) -> Iterator[torch.Tensor]:
+        """Parts of a step's loss, for lessons with their numbers. Every supervised token of a step weighs the same,
+        whatever lesson it is in; `supervised` says how many there are.
+        """
         if isinstance(self.fuser, MixFuser):
             own = self.fuser.needs_own
-            for group in grouped([lesson for lesson in lessons if isinstance(lesson, Lesson)]):
+            for group in grouped([lesson for _, lesson in lessons if isinstance(lesson, Lesson)]):
                 slots = [self._slots(lesson, own=own) for lesson in group]
-                yield summed_loss(self.receiver, self.fuser, group, slots) / count
+                yield summed_loss(self.receiver, self.fuser, group, slots) / supervised
             return
-        for lesson in lessons:
-            yield self.loss(lesson) * (_supervised(lesson) / count)
+        for number, lesson in lessons:
+            # By lesson: what is drawn for it does not depend on who learns it, and after what.
+            torch.manual_seed(self.recipe.seed * 1_000_003 + number)
+            yield self.loss(lesson) * (_supervised(lesson) / supervised)
 
     def loss(self, lesson: Lesson | AlignedLesson) -> torch.Tensor:
         """Mean cross-entropy of the answers; of a lesson every batch of questions weighs the same."""
@@ -230,35 +272,43 @@ class Trainer:
 
     def _slots(self, lesson: Lesson, *, own: bool) -> Slots:
         """The lesson's context as the models have read it."""
-        ours = self.reads(self.receiver, lesson.context) if own else None
+        ours = self.reads.read(self.receiver, lesson.context) if own else None
         if lesson.heard is None:
-            return Slots.of(self.reads(self.sharer, lesson.context), ours, 0)
+            return Slots.of(self.reads.read(self.sharer, lesson.context), ours, 0)
         places = torch.tensor(lesson.heard.places, device=self.receiver.device)
-        return Slots.of(self.reads(self.sharer, lesson.heard.ids).pick(places), ours, 0, places)
+        return Slots.of(self.reads.read(self.sharer, lesson.heard.ids).pick(places), ours, 0, places)
 
     def _aligned_loss(self, aligned: Aligned) -> torch.Tensor:
         if not isinstance(self.fuser, C2CFuser):
             raise LoadFailed("only a c2c fuser is trained between two tokenizers")
         device = self.receiver.device
         batch = Batch(aligned_prompt(aligned, device), torch.tensor([aligned.labels], device=device))
-        return batch_loss(self.receiver.model, [Sharer(self.sharer.model, self.fuser)], batch).loss
+        read = self.reads.read_sharer(self.sharer, batch.prompt)
+        return batch_loss(self.receiver.model, [Sharer(self.sharer.model, self.fuser)], batch, read=read).loss
 
     def checkpoint(self, file: Path) -> None:
         """Everything needed to go on later; written aside and renamed."""
         aside = file.with_suffix(".tmp")
-        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
-        state = {"step": self.step, "net": self.fuser.net.state_dict(), "optimizers": optimizers}
-        torch.save(state, aside)
+        state = {
+            "step": self.step,
+            "smooth": self.smooth,
+            "net": self.fuser.net.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        with aside.open("wb") as written:
+            torch.save(state, written)
+            written.flush()
+            os.fsync(written.fileno())
         aside.rename(file)
 
     def resume(self, file: Path) -> None:
         """Go on from a checkpoint of the same shape. Raises LoadFailed."""
         try:
-            state = torch.load(file, weights_only=True)
+            state = torch.load(file, weights_only=True, map_location="cpu")
             self.fuser.net.load_state_dict(state["net"])
             for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(kept)
-            self.step = int(state["step"])
+            self.step, self.smooth = int(state["step"]), float(state["smooth"])
         except (OSError, KeyError, RuntimeError, ValueError) as error:
             raise LoadFailed(f"{file}: no checkpoint of this fuser ({error})") from error
 

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from transformers.utils import logging as quiet
 
-from workers.config import ModelConfig, parse_size
+from workers import together
+from workers.config import Fleet, ModelConfig, parse_size
 from workers.errors import LoadFailed
 from workers.fit_linear import Progress as Fitting
 from workers.items import read_items
+from workers.kept import keeping
 from workers.loader import DTYPES, Loader
+from workers.together import Elsewhere, Team
 from workers.train import Progress
-from workers.train_pair import MODES, Keeping, Licences, Plan, Trained, train_pair
+from workers.train_pair import MODES, Licences, Plan, Trained, train_pair
+
+_TELL_EVERY = 60.0
+"""Seconds without a line, at most, where there is no terminal."""
 
 
 @click.command("train")
@@ -54,20 +65,68 @@ from workers.train_pair import MODES, Keeping, Licences, Plan, Trained, train_pa
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--resume", is_flag=True, help="Go on with a training that was stopped.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=50, show_default=True, help="Steps.")
-@click.option("--keep-kv", default="2GiB", show_default=True, help="KV of the frozen models that is kept on disk.")
+@click.option(
+    "--keep-kv",
+    default="2GiB",
+    show_default=True,
+    help="KV of the frozen models that is kept for this run and others; 0 for none.",
+)
 @click.option("--sharer-licence", help="SPDX name; so of the others. A pair is exported only when all are known.")
 @click.option("--receiver-licence")
 @click.option("--fuser-licence")
 @click.option("--data-licence")
+@click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Keep KV in this router's store."
+)
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share each batch.")
 @click.option("--json", "as_json", is_flag=True, help="Progress and result as one JSON object a line.")
-def train_command(data: Path, out: Path, sharer: str, receiver: str, **options: Any) -> None:
+@click.pass_obj
+def train_command(read_fleet: ReadFleet | None, /, **options: Any) -> None:
     """Train a fuser between SHARER and RECEIVER on the items of a JSONL file, and write the pair's folder.
 
     Each model is a hub id, a folder, a GGUF file or package:NAME; both stay as they are. Lines are chats
     ({"messages": [...]}) or questions ({"question": ..., "answer": ..., "context": ...}). A new pair is unproven: see
     `twolane pair verify`.
+
+    With --processes N, each takes a share of every batch: on a GPU of its own where there are GPUs, else on the CPU.
+    On several machines start this command by `accelerate launch` in place of that, with --out in a shared folder.
     """
-    kind, as_json = options["kind"], options["as_json"]
+    asked = _asked(options, read_fleet)
+    if options["processes"] == 1:
+        status = work(asked)
+    elif "WORLD_SIZE" in os.environ:
+        raise click.UsageError("--processes, or the launcher's own number of processes, not both")
+    else:
+        status = together.start(options["processes"], work, asked)
+    if status:
+        sys.exit(status)
+
+
+ReadFleet = Callable[[Path], Fleet]
+"""How a configuration is read; of the command above this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command's options, understood. Goes to the processes that this one starts."""
+
+    data: Path
+    out: Path
+    name: str
+    parties: tuple[ModelConfig, ModelConfig]
+    plan: Plan
+    resume: bool
+    every: int
+    keep_kv: int
+    fleet: Fleet | None
+    """Whose store keeps KV; None for the user's own."""
+    licences: Licences
+    device: str
+    as_json: bool
+
+
+def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
+    kind = options["kind"]
     mode = options["mode"] or MODES[kind][0]
     plan = Plan(
         kind,
@@ -86,35 +145,84 @@ def train_command(data: Path, out: Path, sharer: str, receiver: str, **options: 
         most=options["max_tokens"],
     )
     try:
-        keeping = Keeping(options["checkpoint_every"], int(str(parse_size(options["keep_kv"]))))
-        parties = [
-            ModelConfig(model=model, dtype=options["dtype"], layers=layers_of(options[f"{role}_layers"]))
-            for role, model in (("sharer", sharer), ("receiver", receiver))
-        ]
+        keep_kv = int(str(parse_size(options["keep_kv"])))
+        sharer, receiver = (
+            ModelConfig(model=options[role], dtype=options["dtype"], layers=layers_of(options[f"{role}_layers"]))
+            for role in ("sharer", "receiver")
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    return Asked(
+        data=options["data"],
+        out=options["out"],
+        name=options["name"] or options["out"].absolute().name,
+        parties=(sharer, receiver),
+        plan=plan,
+        resume=options["resume"],
+        every=options["checkpoint_every"],
+        keep_kv=keep_kv,
+        fleet=read_fleet(options["config"]) if options["config"] and read_fleet else None,
+        licences=Licences(*(options[f"{part}_licence"] for part in ("sharer", "receiver", "fuser", "data"))),
+        device=options["device"],
+        as_json=options["as_json"],
+    )
+
+
+def work(asked: Asked) -> int:
+    """Train, in this process and in whatever others the environment names. Returns the exit status."""
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        items = read_items(data)
-        quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-        loader = Loader(options["device"])
-        first, second = (loader.load(party) for party in parties)
-        with Bar(plan.steps if kind != "linear" else plan.tokens, as_json=as_json) as tell:
-            done = train_pair(
-                out,
-                options["name"] or out.name,
-                first,
-                second,
-                items,
-                plan,
-                resume=options["resume"],
-                keeping=keeping,
-                licences=Licences(*(options[f"{part}_licence"] for part in ("sharer", "receiver", "fuser", "data"))),
-                tell=tell,
-            )
+        team = together.join(asked.device)
+        told = _trained(asked, team)
+        team.leave()
+    except Elsewhere:
+        return 0  # the status is that of the process that says why
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
-        sys.exit(1)
-    click.echo(json.dumps(_data(out, done)) if as_json else _told(out, done))
+        return 1
+    if told is not None:
+        click.echo(told)
+    return 0
+
+
+def _trained(asked: Asked, team: Team) -> str | None:
+    """What is to be told in the end; None in all processes but the first."""
+    store = asked.fleet.store if asked.fleet else None
+    redis = asked.fleet.redis if asked.fleet else None
+    with ExitStack() as stack:
+        with team.agreeing():
+            items = read_items(asked.data)
+            loader = Loader(str(team.device or asked.device))
+            sharer, receiver = (loader.load(party) for party in asked.parties)
+            kept = stack.enter_context(keeping(asked.keep_kv // team.size, store, redis))
+        tell = None
+        if team.rank == 0:
+            total = asked.plan.tokens if asked.plan.kind == "linear" else asked.plan.steps
+            tell = stack.enter_context(Bar(total, as_json=asked.as_json))
+        done = train_pair(
+            asked.out,
+            asked.name,
+            sharer,
+            receiver,
+            items,
+            asked.plan,
+            resume=asked.resume,
+            every=asked.every,
+            licences=asked.licences,
+            tell=tell,
+            reads=kept,
+            team=team,
+        )
+        count = torch.tensor([kept.computed, kept.found], device=team.device)
+        team.add([count])
+    if done is None:
+        return None
+    computed, found = count.tolist()
+    return (
+        json.dumps(_data(asked.out, done, computed, found))
+        if asked.as_json
+        else _told(asked.out, done, computed, found)
+    )
 
 
 def layers_of(text: str | None) -> tuple[int, ...] | None:
@@ -138,6 +246,7 @@ class Bar:
         self._total, self._json = total, as_json
         self._terminal = not as_json and sys.stderr.isatty()
         self._at = self._told = 0
+        self._told_at = time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[Progress | Fitting], None]:
@@ -159,13 +268,17 @@ class Bar:
             click.echo(json.dumps(row))
         elif self._bar is not None:
             self._bar.update(at - self._at, progress)
-        elif not self._json and (at == self._total or at - self._told >= max(1, self._total // 10)):
-            self._told = at
+        elif not self._json and self._due(at):
+            self._told, self._told_at = at, time.monotonic()
             click.echo(str(progress), err=True)
         self._at = at
 
+    def _due(self, at: int) -> bool:
+        tenth = at - self._told >= max(1, self._total // 10)
+        return tenth or at >= self._total or time.monotonic() - self._told_at >= _TELL_EVERY
 
-def _data(out: Path, done: Trained) -> dict[str, Any]:
+
+def _data(out: Path, done: Trained, computed: int, found: int) -> dict[str, Any]:
     fuser = done.pair.fuser
     return {
         "folder": str(out),
@@ -177,13 +290,13 @@ def _data(out: Path, done: Trained) -> dict[str, Any]:
         "scope": done.pair.scope,
         "loss": done.loss,
         "resumed_at": done.resumed_at,
-        "kv_computed": done.computed,
-        "kv_reused": done.reused,
+        "kv_computed": computed,
+        "kv_reused": found,
         "seconds": done.pair.training.seconds if done.pair.training else None,
     }
 
 
-def _told(out: Path, done: Trained) -> str:
+def _told(out: Path, done: Trained, computed: int, found: int) -> str:
     fuser, training = done.pair.fuser, done.pair.training
     parts = [f"{out}: {fuser.kind}, {fuser.parameters / 1e6:.2f} M parameters"]
     parts.append(f"{done.pair.mode} over the {done.pair.scope}")
@@ -191,6 +304,6 @@ def _told(out: Path, done: Trained) -> str:
         parts.append(f"loss {done.loss:.3f}")
     if training is not None:
         parts.append(f"{training.seconds:.0f} s")
-    if done.reused:
-        parts.append(f"KV of {done.computed} contexts computed and used again {done.reused} times")
+    if computed or found:
+        parts.append(f"{computed} texts read by a model, {found} found as kept KV")
     return f"{', '.join(parts)}\nIt is unproven: twolane pair verify {out} --data FILE"

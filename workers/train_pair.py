@@ -1,8 +1,8 @@
 """Two models and a file of items -> a pair folder. What `twolane pair train` runs.
 
-While it runs, the folder holds `training/`: what was asked for, a checkpoint, and KV that was computed. A run that was
-stopped, in whatever way, goes on from there; it refuses to go on with other options. When it ends, `training/` is gone
-and `pair.json` is there.
+While it runs, the folder holds `training/`: what was asked for, and a checkpoint. A run that was stopped, in whatever
+way, goes on from there; it refuses to go on with other options. `pair.json` is written last: once it is there, the
+training has ended, and `training/` is only swept up. Of several processes the first alone writes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.cache_utils import DynamicCache
 
-from workers import fit_linear, vocabulary
+from workers import fit_linear, pairs, vocabulary
+from workers.c2c_run import Prompt
 from workers.cache import KVCache
 from workers.errors import LoadFailed
 from workers.fusers import c2c_write, lite, mix
@@ -27,14 +28,15 @@ from workers.fusers.c2c import C2CFuser, Official
 from workers.fusers.lite import LiteFuser, LiteShape
 from workers.fusers.mix import MixFuser
 from workers.fusers.mix_net import MixShape
+from workers.greedy import expand
 from workers.items import Item, digest_of_items
-from workers.kept import KeptKV
 from workers.lessons import Shuffled, aligned_lessons, lessons_of
 from workers.loader import Loaded
 from workers.matching import Matcher
 from workers.pairs import FuserInfo, PairFile, Training
 from workers.prompt import WITHOUT_THINKING
-from workers.train import Progress, Reads, Recipe, Trainer, publish
+from workers.together import ALONE, Team
+from workers.train import ANEW, Progress, Reads, Recipe, Trainable, Trainer, publish
 from workers.verify import silent
 
 MODES = {"c2c": ("fuse",), "lite": ("handover", "fuse"), "linear": ("handover", "fuse")}
@@ -99,14 +101,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """How often a checkpoint is written, and how much KV is kept on disk."""
-
-    every: int = 50
-    kv_bytes: int = 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
 class Trained:
     """What has come of it."""
 
@@ -114,10 +108,6 @@ class Trained:
     loss: float | None
     """None where nothing was learnt by steps."""
     resumed_at: int
-    computed: int
-    """Contexts read by a frozen model."""
-    reused: int
-    """Contexts whose KV was there already."""
 
 
 Tell = Callable[[Progress | fit_linear.Progress], None]
@@ -132,30 +122,45 @@ def train_pair(
     plan: Plan,
     *,
     resume: bool = False,
-    keeping: Keeping = Keeping(),
+    every: int = 50,
     licences: Licences = Licences(),
     tell: Tell | None = None,
+    reads: Reads = ANEW,
+    team: Team = ALONE,
     deaf: bool = False,
-) -> Trained:
-    """`deaf`: as a control, the sharer says nothing. Raises LoadFailed: models that no such fuser stands between,
-    nothing to learn from, or a folder in use.
+) -> Trained | None:
+    """A checkpoint is written after `every` steps. `reads` gives the frozen models' KV; `deaf`: as a control, the
+    sharer says nothing. Every process of the `team` calls this, on models of its own; None in all but the first.
+
+    Raises LoadFailed: models that no such fuser stands between, nothing to learn from, or a folder in use.
     """
     if deaf and plan.kind == "linear":
         raise ValueError("what a linear plan is without its sharer, fit_pair says: no folder would take it")
-    foreign = refuse(plan, sharer, receiver)
-    asked = _asked(plan, sharer, receiver, items)
-    _enter(folder, asked, resume=resume)
+    with team.agreeing():
+        foreign = refuse(plan, sharer, receiver)
+        _refuse_team(plan, team)
+        asked = _asked(plan, sharer, receiver, items, team)
+    with team.agreeing():
+        if (ended := _ended(folder, asked, resume=resume)) is None and team.rank == 0:
+            _enter(folder, asked, resume=resume)
+    if ended is not None:
+        _sweep(folder, team)
+        return Trained(ended, None, plan.steps) if team.rank == 0 else None
     began = time.monotonic()
     if plan.kind == "linear":
-        fuser, done = _fitted(folder, sharer, receiver, items, plan, tell)
+        fuser, done = _fitted(folder, sharer, receiver, items, plan, tell, reads)
     else:
-        fuser, done = _learnt(folder, sharer, receiver, items, plan, keeping, tell, foreign=foreign, deaf=deaf)
+        heard, given = _deafened(sharer, reads) if deaf else (sharer, reads)
+        trainer, done = _learnt(folder, heard, receiver, items, plan, every, tell, given, team, foreign=foreign)
+        if team.rank:
+            return None
+        fuser = _store(folder, trainer.fuser, plan, sharer, receiver, aligned=foreign)
     training = Training(
         data=asked["data"],
         steps=plan.steps if plan.kind != "linear" else 1,
         tokens=done.tokens,
         seconds=round(time.monotonic() - began, 1),
-        device=str(receiver.device),
+        device=str(receiver.device) if team.size == 1 else f"{team.size} x {receiver.device.type}",
         options=asdict(plan),
     )
     pair = publish(
@@ -171,8 +176,22 @@ def train_pair(
         data_licence=licences.data,
         training=training,
     )
-    shutil.rmtree(folder / "training")
-    return Trained(pair, done.loss, done.resumed_at, done.computed, done.reused)
+    _sweep(folder, team)
+    return Trained(pair, done.loss, done.resumed_at)
+
+
+def _sweep(folder: Path, team: Team) -> None:
+    if team.rank == 0 and (folder / "training").exists():
+        shutil.rmtree(folder / "training")
+
+
+def _refuse_team(plan: Plan, team: Team) -> None:
+    if team.size > 1 and plan.kind == "linear":
+        raise LoadFailed("a linear fuser is fitted in one pass, by one process")
+    if plan.batch < team.size:
+        raise LoadFailed(
+            f"a batch of {plan.batch} cannot be shared by {team.size} processes: each takes one context at least"
+        )
 
 
 def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
@@ -194,14 +213,31 @@ def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
     return True
 
 
-def _asked(plan: Plan, sharer: Loaded, receiver: Loaded, items: Sequence[Item]) -> dict[str, Any]:
+def _asked(plan: Plan, sharer: Loaded, receiver: Loaded, items: Sequence[Item], team: Team) -> dict[str, Any]:
     return {
+        **({"processes": team.size} if team.size > 1 else {}),
         "options": asdict(plan),
         "sharer": sharer.identity,
         "receiver": receiver.identity,
         "device": receiver.device.type,
         "data": digest_of_items(items),
     }
+
+
+def _ended(folder: Path, asked: dict[str, Any], *, resume: bool) -> PairFile | None:
+    """The pair, where this very training has ended already. Raises LoadFailed where another pair is there."""
+    if not (folder / "pair.json").exists():
+        return None
+    file = pairs.read_pair(folder)
+    made = file.training
+    parties = all(
+        getattr(party, part) == asked[role][part]
+        for role, party in (("sharer", file.sharer), ("receiver", file.receiver))
+        for part in ("weights", "tokenizer", "dtype", "layers")
+    )
+    if resume and made is not None and parties and (made.options, made.data) == (asked["options"], asked["data"]):
+        return file
+    raise LoadFailed(f"{folder}: holds a pair already; name a folder of its own, or remove it")
 
 
 def _enter(folder: Path, asked: dict[str, Any], *, resume: bool) -> None:
@@ -216,10 +252,13 @@ def _enter(folder: Path, asked: dict[str, Any], *, resume: bool) -> None:
             named = ", ".join(sorted({key for key, _ in different}))
             raise LoadFailed(f"{folder}: its training was begun with other {named}, so it cannot go on")
         return
-    if (folder / "pair.json").exists():
-        raise LoadFailed(f"{folder}: holds a pair already; name a folder of its own, or remove it")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.encode(asked))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".tmp")
+        aside.write_bytes(msgspec.json.encode(asked))
+        aside.rename(file)
+    except OSError as error:
+        raise LoadFailed(f"{folder}: cannot be written to ({error.strerror})") from error
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -234,29 +273,42 @@ class _Done:
     tokens: int
     loss: float | None = None
     resumed_at: int = 0
-    computed: int = 0
-    reused: int = 0
 
 
 def _fitted(
-    folder: Path, sharer: Loaded, receiver: Loaded, items: Sequence[Item], plan: Plan, tell: Tell | None
+    folder: Path,
+    sharer: Loaded,
+    receiver: Loaded,
+    items: Sequence[Item],
+    plan: Plan,
+    tell: Tell | None,
+    reads: Reads,
 ) -> tuple[FuserInfo, _Done]:
     """There is nothing to go on from."""
-    fitted = fit_pair(sharer, receiver, items, plan, tell)
+    fitted = fit_pair(sharer, receiver, items, plan, tell, reads=reads)
     stored = fitted.fuser(plan.mode, receiver.dtype).save(folder)
     info = FuserInfo(stored.kind, stored.digest, stored.shape.as_json(), stored.parameters)
     return info, _Done(fitted.tokens + fitted.held_out)
 
 
 def fit_pair(
-    sharer: Loaded, receiver: Loaded, items: Sequence[Item], plan: Plan, tell: Tell | None = None, *, deaf: bool = False
+    sharer: Loaded,
+    receiver: Loaded,
+    items: Sequence[Item],
+    plan: Plan,
+    tell: Tell | None = None,
+    *,
+    reads: Reads = ANEW,
+    deaf: bool = False,
 ) -> fit_linear.Fitted:
     """A linear plan in closed form: one pass over the chats. `deaf`: the sharer says nothing. Raises LoadFailed."""
     chats = [[*item.chat, *[{"role": "assistant", "content": a} for a in item.answers[:1]]] for item in items]
     texts = list(fit_linear.encoded(receiver.tokenizer, chats, plan.most))
     held_out = max(64, min(1024, plan.tokens // 10))
     recipe = fit_linear.Recipe(tokens=plan.tokens, scout=held_out, held_out=held_out)
-    return fit_linear.fit(sharer, receiver, texts, recipe, tell, deaf=deaf)
+    if deaf:
+        sharer, reads = _deafened(sharer, reads)
+    return fit_linear.fit(sharer, receiver, texts, recipe, tell, reads.read)
 
 
 def _learnt(
@@ -265,61 +317,61 @@ def _learnt(
     receiver: Loaded,
     items: Sequence[Item],
     plan: Plan,
-    keeping: Keeping,
+    every: int,
     tell: Tell | None,
+    reads: Reads,
+    team: Team,
     *,
     foreign: bool,
-    deaf: bool,
-) -> tuple[FuserInfo, _Done]:
-    place, checkpoint = folder / "training", folder / "training" / "checkpoint.pt"
-    kept = KeptKV(place / "kv", keeping.kv_bytes)
-    fuser = _fresh(plan, sharer, receiver, foreign=foreign)
-    general = isinstance(fuser, MixFuser)
-    lessons: Any
-    if foreign and not general:
-        lessons = Shuffled(aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=plan.most), plan.seed)
-    else:
-        options = {} if isinstance(fuser, LiteFuser) else WITHOUT_THINKING
-        matcher = Matcher(receiver.tokenizer, sharer.tokenizer, plan.scope, options) if foreign else None
-        found = lessons_of(
-            receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options, matcher=matcher
-        )
-        lessons = Shuffled(found, plan.seed)
-    heard = replace(sharer, model=Silent(sharer)) if deaf else sharer
-    reads = _deaf(heard, kept.read) if deaf else kept.read
-    trainer = Trainer(heard, receiver, fuser, lessons, plan.recipe(general=general), reads)
-    if checkpoint.exists():
-        trainer.resume(checkpoint)
-    resumed_at, loss = trainer.step, float("nan")
+) -> tuple[Trainer, _Done]:
+    checkpoint = folder / "training" / "checkpoint.pt"
+    with team.agreeing():
+        fuser = _fresh(plan, sharer, receiver, foreign=foreign)
+        general = isinstance(fuser, MixFuser)
+        lessons: Any
+        if foreign and not general:
+            lessons = aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=plan.most)
+        else:
+            options = {} if isinstance(fuser, LiteFuser) else WITHOUT_THINKING
+            matcher = Matcher(receiver.tokenizer, sharer.tokenizer, plan.scope, options) if foreign else None
+            lessons = lessons_of(
+                receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options, matcher=matcher
+            )
+        recipe = plan.recipe(general=general)
+        trainer = Trainer(sharer, receiver, fuser, Shuffled(lessons, plan.seed), recipe, reads, team)
+        if checkpoint.exists():
+            trainer.resume(checkpoint)
+    with team.agreeing():
+        step = torch.tensor([trainer.step], device=team.device)
+        team.follow([step])
+        if int(step) != trainer.step:
+            raise LoadFailed(f"{folder}: process {team.rank} finds another checkpoint there than process 0")
+    resumed_at = trainer.step
     while trainer.step < plan.steps:
-        loss = trainer.run(trainer.step + keeping.every, tell)
-        trainer.checkpoint(checkpoint)
-    info = _store(folder, fuser, plan, sharer, receiver, aligned=foreign)
-    return info, _Done(
-        trainer.tokens, None if resumed_at == plan.steps else loss, resumed_at, kept.computed, kept.found
-    )
+        trainer.run(trainer.step + every, tell)
+        if team.rank == 0:
+            trainer.checkpoint(checkpoint)
+    return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at)
 
 
-def _deaf(sharer: Loaded, reads: Reads) -> Reads:
+def _deafened(sharer: Loaded, reads: Reads) -> tuple[Loaded, Reads]:
+    """The sharer as a party of its own, also where it is the receiver, and reads that are silent for it."""
+    silenced = replace(sharer)
+    return silenced, _Deaf(silenced, reads)
+
+
+class _Deaf:
     """The sharer's KV is zero, whatever it reads."""
 
-    def read(loaded: Loaded, ids: Sequence[int]) -> KVCache:
-        return silent(sharer, len(ids)) if loaded is sharer else reads(loaded, ids)
+    def __init__(self, sharer: Loaded, reads: Reads) -> None:
+        self._sharer, self._reads = sharer, reads
 
-    return read
+    def read(self, loaded: Loaded, ids: Sequence[int]) -> KVCache:
+        return silent(self._sharer, len(ids)) if loaded is self._sharer else self._reads.read(loaded, ids)
 
-
-class Silent:
-    """In the place of a sharer's model, where it is run section by section: it puts zero KV into the cache."""
-
-    def __init__(self, sharer: Loaded) -> None:
-        self._sharer = sharer
-
-    def __call__(self, *, input_ids: torch.Tensor, cache: Any, **_: Any) -> CausalLMOutputWithPast:
-        kv = silent(self._sharer, input_ids.shape[1])
-        for layer, (keys, values) in enumerate(kv.tensors()):
-            cache.update(keys, values, layer)
-        return CausalLMOutputWithPast(logits=torch.empty(0))
+    def read_sharer(self, loaded: Loaded, prompt: Prompt) -> DynamicCache:
+        cache: DynamicCache = expand(silent(loaded, prompt.fused_until(0)), 1)
+        return cache
 
 
 def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded, *, foreign: bool) -> C2CFuser | LiteFuser | MixFuser:
@@ -355,12 +407,12 @@ def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded, *, foreign: bool) -> C2
     return made
 
 
-def _store(
-    folder: Path, fuser: C2CFuser | LiteFuser | MixFuser, plan: Plan, sharer: Loaded, receiver: Loaded, *, aligned: bool
-) -> FuserInfo:
-    if not isinstance(fuser, C2CFuser):
+def _store(folder: Path, fuser: Trainable, plan: Plan, sharer: Loaded, receiver: Loaded, *, aligned: bool) -> FuserInfo:
+    if isinstance(fuser, LiteFuser | MixFuser):
         stored: LiteFuser | MixFuser = fuser.save(folder)
         return FuserInfo("lite", stored.digest, stored.shape.as_json(), stored.parameters)
+    if not isinstance(fuser, C2CFuser):
+        raise TypeError(f"no folder is known for {type(fuser).__name__}")
     official = Official(
         fuser,
         aligned=aligned,

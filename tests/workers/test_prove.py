@@ -261,8 +261,11 @@ def test_a_png_without_pillow_is_refused_before_anything_is_asked(
     assert not (folder / "report.json").exists()
 
 
-def test_a_control_that_is_trained_without_its_sharer(tmp_path: Path, tiny: Loaded, other: Loaded) -> None:
+def test_a_control_that_is_trained_without_its_sharer(
+    tmp_path: Path, tiny: Loaded, other: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--control adapter` trains as the pair was trained, on the same items, and asks what comes of it."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
     rows = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]
     data = written(tmp_path / "items.jsonl", rows)
     arguments = [tiny.source, other.source, "--data", str(data), "--out", str(tmp_path / "pair")]

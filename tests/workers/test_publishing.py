@@ -183,7 +183,7 @@ def test_a_changed_base_model_is_told_with_what_retraining_takes(tmp_path: Path,
     model, data, folder = tmp_path / "model", tmp_path / "items.jsonl", tmp_path / "made"
     make_model(model, seed=4)
     data.write_text('{"context": "Item 1 is tide.", "question": "What is it?", "answer": "tide"}')
-    made = pair("train", other_folder, model, "--data", data, "--out", folder, "--steps", "1", "--device", "cpu")
+    made = pair("train", other_folder, model, "--data", data, "--out", folder, "--steps", "1", "--keep-kv", "0")
     assert made.exit_code == 0, made.stderr
     config = tmp_path / "config.yaml"
     named = f"sharer: {{model: {other_folder}}}, receiver: {{model: {model}}}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,27 +17,26 @@ from click.testing import CliRunner, Result
 from router.cli import main
 from tests.tiny import make_model
 from tests.workers.test_runtime import GOLDEN, finish, golden_model
-from workers import pairs
+from workers import fit_linear, pairs
 from workers.c2c_run import Example, Sharer, batch_loss, collate
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.errors import LoadFailed
 from workers.fusers import c2c_write, mix
 from workers.fusers.c2c import load_official
 from workers.fusers.mix_net import MixShape
-from workers.greedy import read
 from workers.items import read_items
-from workers.kept import KeptKV
 from workers.lessons import Shuffled, answer_ids, lessons_of
 from workers.loader import Loaded, Loader
 from workers.matched_runtime import MatchedPair
 from workers.matching import Matcher
 from workers.pairing import hold_pair
 from workers.train import Ask, Lesson, Progress, Recipe, Trainer
-from workers.train_cli import layers_of
-from workers.train_pair import Keeping, Plan, train_pair
+from workers.train_cli import Asked, layers_of, work
+from workers.train_pair import MODES, Licences, Plan, train_pair
 
 WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer"]
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]
+KILLS = 4
 COMMON = ("--width", "32", "--rank", "8", "--tokens", "200", "--device", "cpu")
 
 
@@ -47,6 +45,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("items") / "items.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS)))
     return file
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trainings keep for each other stays in the test."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -96,36 +100,82 @@ def test_a_pair_is_made_that_a_worker_loads(
     assert held.runtime.digests["fuser"] == f"{kind}:{file.fuser.digest[:16]}"
 
 
-def test_a_killed_training_goes_on_to_the_same_weights(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
-    """SIGKILL in the middle, with dropout and noisy gates: what --resume ends at is, byte for byte, the fuser of a run
-    that nobody stopped. Frozen models' KV is read again from where it was kept.
+def asked(models: tuple[str, str], data: Path, out: Path, plan: Plan, *, resume: bool = False) -> Asked:
+    """As the command understands its options; a checkpoint after every step."""
+    parties = ModelConfig(model=models[0]), ModelConfig(model=models[1])
+    return Asked(data, out, "pair", parties, plan, resume, 1, 1 << 20, None, Licences(), "cpu", as_json=False)
+
+
+def forked(todo: Asked) -> int:
+    """The process that does it, which shares nothing with this one."""
+    child = os.fork()
+    if not child:
+        os._exit(work(todo))
+    return child
+
+
+def ended(child: int, within: float) -> bool:
+    """Has it, with status 0? Else it is killed, as `kill -9` does."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        if os.waitpid(child, os.WNOHANG) == (child, 0):
+            return True
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["c2c", "lite"])
+def test_a_training_killed_anywhere_goes_on_to_the_same_weights(
+    tmp_path: Path, models: tuple[str, str], data: Path, kind: str
+) -> None:
+    """SIGKILL again and again, whenever it hits, with dropout and noisy gates: what --resume ends at is, byte for byte,
+    the fuser of a run that nobody stopped, and to resume what has ended changes nothing.
     """
-    options = ("--fuser", "c2c", "--steps", "40", "--checkpoint-every", "3", "--seed", "7")
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "router.cli", "pair", "train", *models, "--data", str(data), "--out", str(killed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *COMMON, *options], env=environment, stderr=subprocess.DEVNULL)
-    checkpoint = killed / "training" / "checkpoint.pt"
-    until = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (killed / "pair.json").exists()
-    refused = train(models, data, killed, *options)
-    assert (refused.exit_code, "--resume" in refused.stderr) == (1, True)
-    other = train(models, data, killed, *options, "--resume", "--seed", "8")
-    assert (other.exit_code, "options.seed" in other.stderr) == (1, True)
-    resumed = train(models, data, killed, *options, "--resume", "--json")
-    assert resumed.exit_code == 0, resumed.stderr
-    told = json.loads(resumed.stdout.splitlines()[-1])
-    assert 0 < told["resumed_at"] < 40
-    assert told["kv_computed"] < 2 * len(ROWS)  # what one whole run computes
-    assert train(models, data, whole, *options).exit_code == 0
-    names = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.name != "pair.json")
-    assert names == sorted(p.relative_to(killed) for p in killed.rglob("*") if p.is_file() and p.name != "pair.json")
+    plan = Plan(kind, MODES[kind][0], "context", steps=30, seed=7, rank=4, width=16)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began = time.monotonic()
+    assert ended(forked(asked(models, data, whole, plan)), 120)
+    long = time.monotonic() - began
+    draw = random.Random(kind)
+    kills = sum(
+        not ended(forked(asked(models, data, killed, plan, resume=True)), draw.uniform(0.1, 0.6) * long)
+        for _ in range(KILLS)
+    )
+    assert ended(forked(asked(models, data, killed, plan, resume=True)), 120)
+    assert kills
+    names = [p.relative_to(whole) for p in sorted(whole.rglob("*")) if p.is_file() and p.name != "pair.json"]
+    again = [p.relative_to(killed) for p in sorted(killed.rglob("*")) if p.is_file() and p.name != "pair.json"]
+    assert names == again
     assert all((killed / name).read_bytes() == (whole / name).read_bytes() for name in names)
     assert pairs.read_pair(killed).fuser == pairs.read_pair(whole).fuser
+
+
+def test_a_stopped_training_goes_on_only_as_it_was_asked_for(
+    tmp_path: Path, models: tuple[str, str], data: Path
+) -> None:
+    """Without --resume, or with another seed, it is refused and says so; with it the loss goes on being smoothed, and
+    every text that was read before the end is found.
+    """
+    out, options = tmp_path / "made", ("--fuser", "c2c", "--steps", "9", "--checkpoint-every", "3", "--json")
+    whole = [json.loads(line) for line in train(models, data, tmp_path / "whole", *options).stdout.splitlines()]
+
+    def tell(progress: Progress | fit_linear.Progress) -> None:
+        if isinstance(progress, Progress) and progress.step == 5:
+            raise KeyboardInterrupt
+
+    plan = Plan("c2c", "fuse", "prompt", steps=9, width=32, rank=8, tokens=200)
+    sharer, receiver = (Loader("cpu").load(ModelConfig(model=model)) for model in models)
+    with pytest.raises(KeyboardInterrupt):
+        train_pair(out, "made", sharer, receiver, read_items(data), plan, every=3, tell=tell)
+    refused = train(models, data, out, *options)
+    assert (refused.exit_code, "--resume" in refused.stderr) == (1, True)
+    other = train(models, data, out, *options, "--resume", "--seed", "8")
+    assert (other.exit_code, "options.seed" in other.stderr) == (1, True)
+    told = [json.loads(line) for line in train(models, data, out, *options, "--resume").stdout.splitlines()]
+    assert [(row["step"], row["loss"]) for row in told[:-1]] == [(row["step"], row["loss"]) for row in whole[3:-1]]
+    assert (told[-1]["resumed_at"], told[-1]["kv_computed"]) == (3, 0)
+    assert told[-1]["digest"] == whole[-1]["digest"]
 
 
 def test_a_folder_with_a_pair_is_not_overwritten(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
@@ -211,7 +261,7 @@ def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loa
     counts = [len(lesson.batches[0][0].answer) for lesson in lessons]
     found = []
     for losses in (
-        trainer.losses(lessons),
+        trainer.losses(list(enumerate(lessons)), sum(counts)),
         (trainer.loss(one) * (n / sum(counts)) for one, n in zip(lessons, counts, strict=True)),
     ):
         fuser.net.zero_grad(set_to_none=True)
@@ -232,9 +282,9 @@ def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tin
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_pair(tmp_path / "cut", "p", other, tiny, items, plan, keeping=Keeping(every=3), tell=stop)
-    train_pair(tmp_path / "cut", "p", other, tiny, items, plan, keeping=Keeping(every=3), resume=True)
-    train_pair(tmp_path / "whole", "p", other, tiny, items, plan, keeping=Keeping(every=6))
+        train_pair(tmp_path / "cut", "p", other, tiny, items, plan, every=3, tell=stop)
+    train_pair(tmp_path / "cut", "p", other, tiny, items, plan, every=3, resume=True)
+    train_pair(tmp_path / "whole", "p", other, tiny, items, plan, every=6)
     one, two = ((tmp_path / name / "fuser.safetensors").read_bytes() for name in ("cut", "whole"))
     assert one == two
 
@@ -305,26 +355,6 @@ def test_half_precision_keeps_the_gates_temperature_whole(tiny: Loaded, data: Pa
     assert 0.0 < float(fuser.projectors[0].gate_temperature) < 1.0
 
 
-def test_kept_kv_is_what_was_computed(tmp_path: Path, tiny: Loaded, other: Loaded) -> None:
-    """Bit for bit, for each model its own; within the bound, across processes, and computed again when torn."""
-    kept = KeptKV(tmp_path, 1 << 20)
-    for loaded in (tiny, other, tiny, other):
-        found, fresh = kept.read(loaded, [5, 6, 7]), read(loaded, [5, 6, 7])
-        assert all(torch.equal(a, b) for a, b in zip((*found.keys, *found.values), (*fresh.keys, *fresh.values)))  # noqa: B905
-    assert (kept.computed, kept.found) == (2, 2)
-    again = KeptKV(tmp_path, 1 << 20)
-    again.read(tiny, [5, 6, 7])
-    assert (again.computed, again.found) == (0, 1)
-    for file in tmp_path.glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-9])
-    again.read(tiny, [5, 6, 7])
-    assert again.computed == 1
-    none = KeptKV(tmp_path / "none", 100)
-    none.read(tiny, [5, 6, 7])
-    none.read(tiny, [5, 6, 7])
-    assert (none.computed, list((tmp_path / "none").iterdir())) == (2, [])
-
-
 def test_lessons(tiny: Loaded, data: Path, tmp_path: Path) -> None:
     """Questions about one context are one lesson; answers end as the template ends them; order is drawn by the seed."""
     file = tmp_path / "items.jsonl"
@@ -350,5 +380,5 @@ def test_progress_tells_steps_loss_and_gates(tmp_path: Path, tiny: Loaded, other
     told: list[str] = []
     plan = Plan("c2c", "fuse", "prompt", steps=4, width=16)
     tell = lambda progress: told.append(str(progress))  # noqa: E731
-    train_pair(tmp_path / "a", "a", tiny, other, read_items(data), plan, keeping=Keeping(every=3), tell=tell)
+    train_pair(tmp_path / "a", "a", tiny, other, read_items(data), plan, every=3, tell=tell)
     assert [line.split("  ")[0] for line in told] == [f"step {i}/4" for i in range(1, 5)]
