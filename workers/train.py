@@ -217,7 +217,9 @@ class Trainer:
 
     def _calibrate(self) -> None:
         found = [self.lessons(i) for i in range(self.recipe.calibrate)]
-        self.fuser.calibrate([self._slots(one, own=True) for one in found if isinstance(one, Lesson)])
+        # The general network begins at what maps the one's KV to the other's.
+        own = self.fuser.needs_own or isinstance(self.fuser, MixFuser)
+        self.fuser.calibrate([self._slots(one, own=own) for one in found if isinstance(one, Lesson)])
 
     def _learn(self) -> float:
         rate = self.recipe.rate_at(self.step) / self.recipe.rate
