@@ -68,10 +68,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
         owner = self.owner
         if owner.given is not None:
             key_states, value_states = owner.given[self.index]
-        if owner.gives_way:
-            give_up: Callable[[], bool] | None = getattr(_asked, "give_up", None)
-            if give_up is not None and give_up():
-                raise Interrupted
+        owner.go_on()
         return owner.write(self.index, key_states, value_states)
 
     def get_seq_length(self) -> int:
@@ -100,6 +97,13 @@ class _Buffer(Cache):
         size = (rows, shape.heads, slots, shape.head_size)
         self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+
+    def go_on(self) -> None:
+        """To be called at each layer. Raises Interrupted where the forward gives way."""
+        if self.gives_way:
+            give_up: Callable[[], bool] | None = getattr(_asked, "give_up", None)
+            if give_up is not None and give_up():
+                raise Interrupted
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put new K and V (rows, heads, new tokens, head size) in place; returns all that is to be attended to."""
@@ -158,6 +162,7 @@ class Rows(_Buffer):
     def __init__(self, shape: KVShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, rows, _ROUND, dtype, device)
         self.device = device
+        self._row_heads = shape.heads
         self._most = 0
         """Slots that any row has been said to need at most: room grows in large steps, but not beyond."""
         self.lengths: list[int] = []
@@ -202,6 +207,9 @@ class Rows(_Buffer):
         self._reserve(len(self.lengths), longest + 1)
         self._at = torch.tensor(self.lengths, device=self.device)
         self._row = torch.arange(len(self.lengths), device=self.device)
+        heads = torch.arange(self._row_heads, device=self.device)
+        # Of the slot that each row and head is to write, in a layer seen as (rows · heads · slots, head size).
+        self._slot = ((self._row[:, None] * self._row_heads + heads) * self.slots + self._at[:, None]).flatten()
         self.seen = longest
         mask = None
         if min(self.lengths) != longest:
@@ -209,9 +217,17 @@ class Rows(_Buffer):
         return torch.tensor(self.positions, device=self.device)[:, None], mask
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.put(layer, keys[:, :, 0], values[:, :, 0])
+        return self.held(layer)
+
+    def put(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the new slot of each row in use: (rows, heads, head size)."""
+        for mine, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            mine.view(-1, mine.shape[3]).index_copy_(0, self._slot, new.reshape(-1, mine.shape[3]))
+
+    def held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that the step to come attends to, of the rows in use up to the longest."""
         n, end = len(self.lengths), self.seen + 1
-        self.keys[layer][self._row, :, self._at] = keys[:, :, 0]
-        self.values[layer][self._row, :, self._at] = values[:, :, 0]
         return self.keys[layer][:n, :, :end], self.values[layer][:n, :, :end]
 
     def latest(self) -> KVCache:

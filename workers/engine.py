@@ -32,6 +32,7 @@ from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoade
 from workers.loader import Loaded
 from workers.meter import Meter
 from workers.packed import Packer
+from workers.plain import PlainDecoder, plain_decoder
 from workers.prompt import Prompt
 from workers.protocol import Run
 from workers.response import Response
@@ -169,8 +170,10 @@ class Choice:
 class Batch:
     """The running answers of one model: choice i lies in row i. With a `response` their KV is fused as they grow."""
 
-    def __init__(self, model: Loaded, response: Response | None = None) -> None:
+    def __init__(self, model: Loaded, response: Response | None = None, plain: PlainDecoder | None = None) -> None:
+        """`plain`: what makes its steps where that can; none where the answer is fused."""
         self.model = model
+        self.plain = plain if response is None else None
         self.rows = Rows(model.shape, 1, model.dtype, model.device)
         # What is fused as it grows has changed its own KV before the step, and would change it twice.
         self.rows.gives_way = response is None
@@ -189,6 +192,10 @@ class Batch:
 
     def step(self) -> torch.Tensor:
         """Feed each choice's last token. Returns logits (choices, vocabulary)."""
+        if self.plain is not None:
+            logits = self.plain.step(self.rows, [c.tokens[-1] for c in self.choices])
+            self.rows.advance()
+            return logits
         positions, mask = self.rows.prepare()
         tokens = torch.tensor([[c.tokens[-1]] for c in self.choices], device=self.model.device)
         self.rows.given = None if self.beside is None else self.beside.step(tokens)
@@ -200,8 +207,8 @@ class Batch:
             use_cache=True,
         )
         self.rows.advance()
-        logits: torch.Tensor = out.logits[:, -1]
-        return logits
+        own: torch.Tensor = out.logits[:, -1]
+        return own
 
     def remove(self, row: int) -> None:
         """Free a row; the last choice moves into it."""
@@ -249,6 +256,8 @@ class Engine:
         self._read_s = self._wrote_s = 0.0
         """Seconds that the last step of reading took, and that answers have had since."""
         self._batches: dict[int, Batch] = {}
+        self._plain: dict[int, PlainDecoder | None] = {}
+        """By model that was packed."""
         self._open: set[Job] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -532,7 +541,8 @@ class Engine:
         if key not in self._batches:
             if self._packer is not None and pack:
                 self._packer.pack(model.model)
-            self._batches[key] = Batch(model, response)
+                self._plain[id(model.model)] = plain_decoder(model)
+            self._batches[key] = Batch(model, response, self._plain.get(id(model.model)))
         return self._batches[key]
 
     def _decode(self, batch: Batch) -> None:

@@ -1,6 +1,6 @@
 """What a model or a pair will take once it serves: estimated from headers and configs before anything is loaded.
 
-Counted are weights, the second copy that packing makes of a decoder's widening layers, the fuser, the room that running
+Counted are weights, the second copy that packing makes of a decoder's matrices, the fuser, the room that running
 answers can grow into, and the KV of one prompt while it is read. Not counted are further prompts that are half read,
 one at most for each other tenant, activations, a few MB per chunk, and what the store keeps, which has its own bound.
 """
@@ -83,7 +83,7 @@ class Sized:
     shape: KVShape
     context: int
     weights: int
-    widening: int
+    matrices: int
     """Bytes of the layers that packing copies."""
     token: int
     """Bytes of K and V per token."""
@@ -99,7 +99,7 @@ class Sized:
         packs = worker.pack and cpu and self.name[1] == "float32"
         return {
             **self.kept,
-            ("packed layers", *self.name): self.widening if packs else 0,
+            ("packed layers", *self.name): self.matrices if packs else 0,
             ("KV of running answers", *self.name, self.layers): worker.places * context * self.token,
         }
 
@@ -118,7 +118,7 @@ def size_of(config: ModelConfig) -> Sized:
         shape=shape,
         context=int(text.max_position_embeddings),
         weights=weight_bytes(folder, config.dtype),
-        widening=widening_bytes(folder, config.dtype),
+        matrices=matrix_bytes(folder, config.dtype),
         token=kv_bytes(shape, config.dtype),
         layers="all" if config.layers is None else ",".join(map(str, config.layers)),
     )
@@ -129,14 +129,10 @@ def kv_bytes(shape: KVShape, dtype: str) -> int:
     return 2 * shape.layers * shape.heads * shape.head_size * DTYPES[dtype].itemsize
 
 
-def widening_bytes(folder: Path, dtype: str) -> int:
-    """Of the matrices with at least as many rows as columns; a tied embedding is also the last layer."""
+def matrix_bytes(folder: Path, dtype: str) -> int:
+    """Of all linear layers; a tied embedding is also the last layer."""
     size = DTYPES[dtype].itemsize
-    found = {
-        name: math.prod(shape) * size
-        for name, shape in tensor_shapes(folder)
-        if len(shape) == 2 and shape[0] >= shape[1]
-    }
+    found = {name: math.prod(shape) * size for name, shape in tensor_shapes(folder) if len(shape) == 2}
     tied = not any(name.endswith("lm_head.weight") for name in found)
     return sum(size for name, size in found.items() if tied or "embed" not in name)
 

@@ -10,7 +10,8 @@ from torch import nn
 from tests.workers.test_engine import generate, some_ids
 from workers.config import ModelConfig
 from workers.loader import Loader
-from workers.packed import PackedGate, PackedLinear, Packer
+from workers.packed import Packer
+from workers.packed_layers import PackedGate, PackedLinear
 
 
 @pytest.fixture(params=[1, 2])
@@ -39,14 +40,14 @@ def test_gate_and_up_in_one_product_compute_what_two_do(rows: int, threads: int)
     """For every number of rows, packed once only; an MLP that computes anything else keeps its own way."""
     plain, odd = Gated(), Gated(scale=2.0)
     model, packer = nn.Sequential(copy.deepcopy(plain)), Packer()
-    assert packer.pack(model) == 2
+    assert packer.pack(model) == 3
     assert packer.pack(model) == 0
     assert isinstance(model[0], PackedGate)
     x = torch.randn(rows, 1, 48)
     with torch.inference_mode():
         torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
         strange = nn.Sequential(copy.deepcopy(odd))
-        assert packer.pack(strange) == 2
+        assert packer.pack(strange) == 3
         assert type(strange[0]) is Gated
         torch.testing.assert_close(strange(x), odd(x), rtol=1e-5, atol=1e-5)
 
@@ -65,11 +66,11 @@ def test_a_packed_layer_computes_what_its_layer_does(rows: int, bias: bool, thre
 
 
 def test_only_what_gains_is_packed_and_shared_weights_once() -> None:
-    """Narrowing layers and other dtypes stay; two models of one weight share one packed copy."""
+    """Other dtypes stay; two models of one weight share one packed copy."""
     layer = nn.Linear(8, 16)
     packer = Packer()
     one, two = nn.Sequential(layer, nn.Linear(16, 8)), nn.Sequential(layer)
-    assert packer.pack(one) == 1
+    assert packer.pack(one) == 2
     assert packer.pack(two) == 1
     assert one[0]._packed is two[0]._packed
     assert Packer().pack(nn.Sequential(nn.Linear(8, 16).bfloat16())) == 0
