@@ -19,11 +19,38 @@ from workers.fusers.mix import MixFuser
 from workers.greedy import answer_logits
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
+    from workers.c2c_run import Prompt
     from workers.loader import Loaded
-    from workers.train import Lesson
+    from workers.train import Lesson, Reads
 
 _SLOTS = 32_768
 """Of one forward, padding included: what bounds its memory."""
+
+
+class Remembered:
+    """Reads that are not asked for twice while they fit into memory: small steps would wait for the disk otherwise."""
+
+    def __init__(self, reads: Reads, most: int = 256 << 20) -> None:
+        """`most`: bytes; those that were read first stay."""
+        self._reads, self._room = reads, most
+        self._held: dict[tuple[int, tuple[int, ...]], KVCache] = {}
+
+    def read(self, loaded: Loaded, ids: Sequence[int]) -> KVCache:
+        """As the reads within."""
+        name = (id(loaded), tuple(ids))
+        kv = self._held.get(name)
+        if kv is None:
+            kv = self._reads.read(loaded, ids)
+            if kv.nbytes <= self._room:
+                self._room -= kv.nbytes
+                self._held[name] = kv
+        return kv
+
+    def read_sharer(self, loaded: Loaded, prompt: Prompt) -> DynamicCache:
+        """As the reads within, each time."""
+        return self._reads.read_sharer(loaded, prompt)
 
 
 def grouped(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:

@@ -30,6 +30,7 @@ from workers.fusers.mix import MixFuser
 from workers.greedy import answer_logits, read
 from workers.lesson_batch import grouped, summed_loss
 from workers.loader import Loaded
+from workers.muon import Muon
 from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, write
 from workers.prompt import Heard
 from workers.together import ALONE, Team
@@ -324,7 +325,7 @@ def _optimizers(net: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
         decay = recipe.weight_decay
         made.append(torch.optim.AdamW(others, lr=recipe.rate, betas=recipe.betas, weight_decay=decay))
     if matrices:
-        made.append(torch.optim.Muon(matrices, lr=recipe.muon, weight_decay=recipe.weight_decay))
+        made.append(Muon(matrices, lr=recipe.muon, weight_decay=recipe.weight_decay))
     for optimizer in made:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]

@@ -30,6 +30,7 @@ from workers.fusers.mix import MixFuser
 from workers.fusers.mix_net import MixShape
 from workers.greedy import expand
 from workers.items import Item, digest_of_items
+from workers.lesson_batch import Remembered
 from workers.lessons import Shuffled, aligned_lessons, lessons_of
 from workers.loader import Loaded
 from workers.matching import Matcher
@@ -338,6 +339,7 @@ def _learnt(
                 receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options, matcher=matcher
             )
         recipe = plan.recipe(general=general)
+        reads = Remembered(reads) if general else reads
         trainer = Trainer(sharer, receiver, fuser, Shuffled(lessons, plan.seed), recipe, reads, team)
         if checkpoint.exists():
             trainer.resume(checkpoint)
