@@ -19,7 +19,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+
+from msgspec.structs import replace
 
 from policies.decide import decide
 from policies.facts import DeploymentFacts, Facts, PairFacts, Transport

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
+
+from msgspec.structs import replace
 
 from policies.decide import decide
 from policies.facts import DeploymentFacts, Facts, PairFacts

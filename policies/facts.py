@@ -2,19 +2,22 @@
 
 A fact that is not known is `None`, never a guess: a rule that needs it refuses. The random draw of a weighted shuffle
 and the time are facts too, so that a decision can be made again from what was recorded.
+
+Some are made anew for every request: as structs they take a quarter of the time of dataclasses, and the collector need
+not walk them. What was not said is left out where they are encoded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 Transport = Literal["text", "cache"]
 Hint = Literal["text", "cache", "auto"]
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True, gc=False):
     """Predicted latency in milliseconds, as quantiles, and cost in USD."""
 
     ttft_p50: float
@@ -26,8 +29,7 @@ class Estimate:
     """Answers it was learnt from; 0 is a cold start from measured rates or a configured prior."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairFacts:
+class PairFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What is known of the pair behind a cache-lane deployment."""
 
     name: str
@@ -48,8 +50,7 @@ class PairFacts:
     """Public key that signed the pair and its report; empty where nobody did."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentFacts:
+class DeploymentFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One way to answer for the group, as it stands now."""
 
     id: str
@@ -70,8 +71,7 @@ class DeploymentFacts:
     order: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One request, seen by policy."""
 
     model: str
@@ -100,14 +100,13 @@ class Facts:
     """Deployment that answered this conversation before; read only where the policy is sticky."""
     conversation: float | None = None
     """Digest of the conversation as a number on [0, 1); None where it is not known."""
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
     """`tenant`, and what the request is labelled as; values that sources did not agree on are joined by commas."""
     use_case: str | None = None
     """That the caller's key is bound to; requests of other keys may belong to one by a label."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """One rule's answer about one deployment."""
 
     allowed: bool
@@ -116,8 +115,7 @@ class Verdict:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(msgspec.Struct, frozen=True, gc=False):
     """A deployment with every rule's verdict, in the rules' order."""
 
     deployment: str
@@ -129,8 +127,7 @@ class Judged:
         return all(v.allowed for v in self.verdicts)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """The choice, with all verdicts. `ranked` holds the survivors: the chosen one, then its fallbacks in order."""
 
     model: str

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from policies.facts import Decision, Estimate, Facts, Verdict
-from policies.rule import OK
+from policies.facts import Decision, Estimate, Facts
 from policies.rules import REASONS
 from router.call import Call, Reply
 from router.errors import RouterError, TransportError
+from router.facts_record import DecisionRecord, Said, pack_decision
 from router.limits import Grant
 from router.telemetry import Event, Outcome
 
@@ -23,8 +23,7 @@ View = dict[str, Any]
 _YOUNG = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+class Try(msgspec.Struct, frozen=True, gc=False):
     """One attempt that failed before the first frame."""
 
     deployment: str
@@ -89,6 +88,14 @@ class Course:
         self.estimate = facts.estimate if facts else None
         self.queue = facts.in_flight if facts else 0
 
+    def past(self, event: Event) -> Callable[[], Past] | None:
+        """What to keep of it, to be made later; None where nothing was decided."""
+        call = self.call
+        if not call.decided:
+            return None
+        asked = (call.id, call.model, call.tenant.digest)
+        return partial(_past_of, asked, call.decided, call.tenant.policy.plan.names, event, self.tries, self.spare)
+
     def event(self, outcome: Outcome, error: RouterError | None, cost: float | None, limit: str | None) -> Event:
         """The one log event of this call."""
         reply, started = self.reply, self.call.started
@@ -122,49 +129,55 @@ class Course:
         return event
 
 
+class Past(msgspec.Struct, gc=False):
+    """What is kept of a decision: nothing of what was asked or answered."""
+
+    id: str
+    model: str
+    policy: str
+    """Digest."""
+    decided: list[tuple[Facts | None, DecisionRecord]]
+    """The first decision; after it those of fallback groups and of a relay's halves."""
+    happened: Event | None = None
+    tries: list[Try] = []
+    spare: str | None = None
+
+    def view(self, rules: Sequence[str]) -> View:
+        """As `/decide` and `/decisions/{id}` show it: what every rule said, and estimates, by deployment."""
+        first, *later = [_decided(facts, decision, rules) for facts, decision in self.decided]
+        shown = {"id": self.id, "object": "twolane.decision", "model": self.model, "policy": self.policy, **first}
+        if later:
+            models = [decision.model for _, decision in self.decided[1:]]
+            shown["later"] = [{"model": model, **view} for model, view in zip(models, later, strict=True)]
+        if self.happened is not None:
+            tries = [msgspec.structs.asdict(tried) for tried in self.tries]
+            shown |= {"happened": msgspec.structs.asdict(self.happened), "tries": tries, "spare": self.spare}
+        return shown
+
+
+def _past_of(
+    asked: tuple[str, str, str],
+    decided: Sequence[tuple[Facts, Decision]],
+    rules: Sequence[str],
+    event: Event,
+    tries: list[Try],
+    spare: str | None,
+) -> Past:
+    return Past(*asked, [(facts, pack_decision(decision, rules)) for facts, decision in decided], event, tries, spare)
+
+
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
-    """A decision as `/decide` and `/decisions/{id}` show it: verdicts and estimates by deployment, no content."""
-    return in_full(_view(call.id, call.model, call.tenant.digest, [(facts, decision)]), call.tenant.policy.plan.names)
+    """A decision that was not run, as `/decide` shows it; no content."""
+    rules = call.tenant.policy.plan.names
+    return Past(call.id, call.model, call.tenant.digest, [(facts, pack_decision(decision, rules))]).view(rules)
 
 
-def course_view(course: Course, event: Event) -> Callable[[], View] | None:
-    """The same with what came of it, to be made later: holds on to the decisions, not to what was asked or answered."""
-    call = course.call
-    if not call.decided:
-        return None
-    happened = {"happened": event, "tries": course.tries, "spare": course.spare}
-    return partial(_view, call.id, call.model, call.tenant.digest, call.decided, happened)
-
-
-def _view(
-    id: str,
-    model: str,
-    digest: str,
-    decided: Sequence[tuple[Facts | None, Decision]],
-    more: View | None = None,
-) -> View:
-    """The first decision; those after it, of fallback groups and of a relay's halves, stand under `later`."""
-    first, *later = [_decided(facts, decision) for facts, decision in decided]
-    return {
-        "id": id,
-        "object": "twolane.decision",
-        "model": model,
-        "policy": digest,
-        **first,
-        **(
-            {"later": [{"model": d.model, **view} for (_, d), view in zip(decided[1:], later, strict=True)]}
-            if later
-            else {}
-        ),
-        **(more or {}),
-    }
-
-
-def _decided(facts: Facts | None, decision: Decision) -> View:
+def _decided(facts: Facts | None, decision: DecisionRecord, rules: Sequence[str]) -> View:
     known = {d.id: d for d in facts.deployments} if facts else {}
+    chosen = decision.ranked[0] if decision.ranked else None
     return {
-        "deployment": decision.chosen,
-        "transport": next((j.transport for j in decision.judged if j.deployment == decision.chosen), None),
+        "deployment": chosen,
+        "transport": next((j.transport for j in decision.judged if j.deployment == chosen), None),
         "reason": decision.reason,
         "means": REASONS[decision.reason],
         "budget_missed": decision.budget_missed,
@@ -186,7 +199,7 @@ def _decided(facts: Facts | None, decision: Decision) -> View:
                 "deployment": judged.deployment,
                 "transport": judged.transport,
                 "allowed": judged.deployment in decision.ranked,
-                "verdicts": [(place, _told(v)) for place, v in enumerate(judged.verdicts) if v is not OK],
+                "verdicts": _in_full(judged.verdicts, rules),
                 "estimate": known[judged.deployment].estimate if judged.deployment in known else None,
             }
             for judged in decision.judged
@@ -194,24 +207,18 @@ def _decided(facts: Facts | None, decision: Decision) -> View:
     }
 
 
-def in_full(view: View, rules: Sequence[str]) -> View:
-    """A view with the verdict of every rule by its name; kept are only those that say more than `ok`."""
-    for decided in (view, *view.get("later", ())):
-        for judged in decided.get("judged", ()):
-            said = dict(judged["verdicts"])
-            judged["verdicts"] = [_said(rule, said.get(place)) for place, rule in enumerate(rules)]
-    return view
+def _in_full(verdicts: list[Said], rules: Sequence[str]) -> list[View]:
+    """The verdict of every rule by its name; where it is more than `ok`, with the sentence for people."""
+    told = {said.rule: said for said in verdicts}
+    return [_said(told.get(rule) or Said(rule, True, "ok", "")) for rule in rules]
 
 
-def _told(verdict: Verdict) -> View:
-    return {"allowed": verdict.allowed, "code": verdict.code, "detail": verdict.detail}
+def _said(said: Said) -> View:
+    told: View = msgspec.structs.asdict(said)
+    return told if said.code == "ok" else {**told, "means": REASONS[said.code]}
 
 
-def _said(rule: str, told: View | None) -> View:
-    """A verdict under its rule's name; where it is more than `ok`, with the sentence for people."""
-    if told is None:
-        return {"rule": rule, **_told(OK)}
-    return {"rule": rule, **told, **({} if told["code"] == "ok" else {"means": REASONS[told["code"]]})}
+_past = msgspec.json.Decoder(Past)
 
 
 class Decisions:
@@ -225,19 +232,20 @@ class Decisions:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._kept: dict[str, tuple[str, bytes, tuple[str, ...]]] = {}
-        self._young: list[tuple[str, str, View | Callable[[], View], tuple[str, ...]]] = []
+        self._young: list[tuple[str, Callable[[], Past], tuple[str, ...]]] = []
 
-    def keep(self, id: str, tenant: str, view: View | Callable[[], View], rules: tuple[str, ...] = ()) -> None:
-        """Remember one decision, made by these rules. A view to be made later must hold on to nothing large."""
-        self._young.append((id, tenant, view, rules))
+    def keep(self, tenant: str, made: Callable[[], Past], rules: tuple[str, ...]) -> None:
+        """Remember a decision that was made by these rules. `made`, called later, must hold on to nothing large."""
+        self._young.append((tenant, made, rules))
         if len(self._young) >= _YOUNG:
             self._encode()
 
     def _encode(self) -> None:
         young, self._young = self._young, []
-        for id, tenant, view, rules in young:
-            body = msgspec.json.encode(view if isinstance(view, dict) else view())
-            self._kept[id] = (tenant, body, rules)
+        for tenant, made, rules in young:
+            past = made()
+            body = msgspec.json.encode(past)
+            self._kept[past.id] = (tenant, body, rules)
             self._bytes += len(body)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             _, gone, _ = self._kept.pop(next(iter(self._kept)))
@@ -249,10 +257,4 @@ class Decisions:
         found = self._kept.get(id)
         if found is None or found[0] != tenant:
             return None
-        return msgspec.json.encode(in_full(msgspec.json.decode(found[1]), found[2]))
-
-    def recent(self, most: int = 100) -> list[bytes]:
-        """The newest first, with the verdicts that say something, for the dashboard."""
-        self._encode()
-        ids = list(self._kept)[-most:]
-        return [self._kept[id][1] for id in reversed(ids)]
+        return msgspec.json.encode(_past.decode(found[1]).view(found[2]))

@@ -19,7 +19,7 @@ from router.audit import Audit
 from router.audit import Outcome as Ending
 from router.call import Call, Reply, Usage
 from router.conversations import Conversations, identity
-from router.course import Course, Decisions, course_view
+from router.course import Course, Decisions
 from router.deployments import Deployment
 from router.errors import (
     Final,
@@ -432,10 +432,10 @@ class Dispatcher:
         log_request(event)
         if self.traces is not None:
             self.traces.finished(course, event, self.deployments.get(course.deployment or ""))
-        view = course_view(course, event)
-        if view is not None:
+        past = course.past(event)
+        if past is not None:
             tenant = course.call.tenant
-            self.decisions.keep(course.call.id, tenant.name, view, tenant.policy.plan.names)
+            self.decisions.keep(tenant.name, past, tenant.policy.plan.names)
 
 
 def _parted(run: msgspec.Raw) -> tuple[msgspec.Raw, bytes | None]:

@@ -6,12 +6,10 @@ They hold no content: numbers, names from the configuration, and labels that pol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
-from typing import Any
 
 import msgspec
 
-from policies.facts import Decision, Facts
+from policies.facts import Decision, Facts, Transport
 from policies.rule import OK
 
 VERSION = 1
@@ -22,13 +20,12 @@ class NotReplayable(Exception):
     """The facts of a record cannot be read. The message says why."""
 
 
-_AS_IT_IS = frozenset({str, int, float, bool, type(None), dict})
-"""JSON already. A record is made of every request: what does not have to be looked into is not."""
+_facts = msgspec.json.Encoder(order="deterministic")
 
 
-def pack_all(found: Sequence[Facts]) -> dict[str, Any]:
-    """Facts of one request's decisions, in their order, as JSON can hold them."""
-    return {"v": VERSION, "of": [_packed(facts) for facts in found]}
+def pack_all(found: Sequence[Facts]) -> msgspec.Raw:
+    """Facts of one request's decisions, in their order, as JSON: what has its default is left out."""
+    return msgspec.Raw(_facts.encode({"v": VERSION, "of": found}))
 
 
 def unpack_all(record: object) -> list[Facts]:
@@ -43,53 +40,43 @@ def unpack_all(record: object) -> list[Facts]:
         raise NotReplayable(f"its facts cannot be read: {error}") from error
 
 
-def _packed(value: Any) -> Any:
-    kind: type[Any] = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    if kind is tuple or kind is list:
-        return [_packed(v) for v in value]
-    if kind is frozenset or kind is set:
-        return sorted(value)
-    packed = {}
-    for name, default in _DEFAULTS.get(kind) or _look_up(kind):
-        found = getattr(value, name)
-        if found is not default and found != default:
-            packed[name] = found if type(found) in _AS_IT_IS else _packed(found)
-    return packed
+class Said(msgspec.Struct, frozen=True, gc=False):
+    """What one rule said of a deployment."""
+
+    rule: str
+    allowed: bool
+    code: str
+    detail: str
 
 
-def pack_decision(decision: Decision, rules: Sequence[str]) -> dict[str, Any]:
-    """A decision as JSON can hold it, with the verdicts that say something: rules that are not named said `ok`."""
-    return {
-        "model": decision.model,
-        "ranked": decision.ranked,
-        "reason": decision.reason,
-        "judged": [
-            {
-                "deployment": judged.deployment,
-                "transport": judged.transport,
-                "verdicts": [
-                    {"rule": rule, "allowed": v.allowed, "code": v.code, "detail": v.detail}
-                    for rule, v in zip(rules, judged.verdicts, strict=False)
-                    if v is not OK
-                ],
-            }
-            for judged in decision.judged
-        ],
-        "budget_missed": decision.budget_missed,
-        "use_cases": decision.use_cases,
-    }
+class JudgedRecord(msgspec.Struct, frozen=True, gc=False):
+    """A deployment, and the verdicts on it that say something: rules that are not named said `ok`."""
+
+    deployment: str
+    transport: Transport
+    verdicts: list[Said]
 
 
-_DEFAULTS: dict[type[Any], tuple[tuple[str, object], ...]] = {}
-"""Fields with their defaults, by class of facts."""
+class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
+    """A decision as a record holds it; in its words."""
+
+    model: str
+    ranked: tuple[str, ...]
+    reason: str
+    judged: list[JudgedRecord]
+    budget_missed: bool
+    use_cases: tuple[str, ...]
 
 
-def _look_up(kind: type[Any]) -> tuple[tuple[str, object], ...]:
-    found = _DEFAULTS[kind] = tuple((f.name, _default(f)) for f in fields(kind))
-    return found
-
-
-def _default(field: Field[Any]) -> object:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+def pack_decision(decision: Decision, rules: Sequence[str]) -> DecisionRecord:
+    """A decision made by these rules."""
+    judged = []
+    for of in decision.judged:
+        said = []
+        if of.verdicts.count(OK) < len(of.verdicts):  # nearly always none: not looked through one by one
+            named = zip(rules, of.verdicts, strict=False)
+            said = [Said(rule, v.allowed, v.code, v.detail) for rule, v in named if v is not OK]
+        judged.append(JudgedRecord(of.deployment, of.transport, said))
+    return DecisionRecord(
+        decision.model, decision.ranked, decision.reason, judged, decision.budget_missed, decision.use_cases
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Transport
 from router.bills import Tariff, tariffs

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from policies.decide import decide, rule_names
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Verdict

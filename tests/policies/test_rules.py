@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Verdict
 from policies.policy import Policy

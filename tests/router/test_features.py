@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from router.call import Call
 from router.conversations import Conversations, identity, share
-from router.course import Decisions
+from router.course import Decisions, Past
 from router.deployments import Deployment
 from router.errors import BadRequest, Refused, TransportError, Unavailable
+from router.facts_record import DecisionRecord
 from router.features import needs, output_limit, prompt_tokens, turns_before_question
 from router.health import Health
 from router.tenants import Tenant
@@ -106,13 +109,18 @@ def test_conversations_are_forgotten_in_order() -> None:
 
 def test_decisions_are_bounded() -> None:
     """Neither number nor bytes of kept decisions grow past their bounds; the oldest leave."""
-    kept = Decisions(most=3, most_bytes=100)
+    decision = DecisionRecord("m", (), "no_deployments", [], False, ())
+
+    def past(id: str, model: str) -> Callable[[], Past]:
+        return lambda: Past(id, model, "", [(None, decision)])
+
+    kept = Decisions(most=3, most_bytes=1000)
     for i in range(5):
-        kept.keep(f"d{i}", "a", {"n": i})
+        kept.keep("a", past(f"d{i}", "m"), ())
     assert [kept.find(f"d{i}", "a") is not None for i in range(5)] == [False, False, True, True, True]
     assert kept.find("d4", "b") is None
-    kept.keep("big", "a", {"x": "y" * 90})
-    assert kept.recent() == [msgspec.json.encode({"x": "y" * 90})]
+    kept.keep("a", past("big", "m" * 800), ())
+    assert [kept.find(id, "a") is not None for id in ("d3", "d4", "big")] == [False, False, True]
 
 
 def _health(members: int, now: list[float]) -> tuple[Health, str]:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
+from msgspec.structs import fields, replace
 
 from policies.decide import decide
 from policies.facts import Facts

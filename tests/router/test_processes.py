@@ -21,7 +21,8 @@ import yaml
 from aiohttp import web
 
 from router.audit_verify import records, verify
-from router.course import Decisions
+from router.course import Decisions, Past
+from router.facts_record import DecisionRecord
 from router.peers import Member, Peers, added
 from router.telemetry import Metrics
 from router.transports.openai_http import Pools
@@ -210,7 +211,8 @@ async def test_a_decision_is_found_for_its_own_tenant_alone(id: str, tmp_path: P
     """Whatever a caller writes for an id, another process shows it no other tenant's decision."""
     folder = str(tmp_path / "peers")
     made = Decisions()
-    made.keep("dec_1", "bank", {"id": "dec_1"})
+    decision = DecisionRecord("m", (), "no_deployments", [], False, ())
+    made.keep("bank", lambda: Past("dec_1", "m", "", [(None, decision)]), ())
 
     async def nothing(who: str) -> None:
         """Nobody reloads here."""

@@ -6,12 +6,12 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.log_lines import LineBatch
 from router.telemetry import OUTCOMES, Event, Metrics, Outcome, as_dict, configure_logging, log_request
