@@ -14,7 +14,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,8 +43,7 @@ _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a call ended. Texts are content: kept as the tenant says, never in clear."""
 
     result: Literal["answered", "refused", "failed", "cancelled"]
@@ -55,9 +54,9 @@ class Outcome:
     transport: str | None = None
     error: str | None = None
     """Code, never a message."""
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = msgspec.field(default_factory=Usage)
     run: msgspec.Raw | None = None
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = {}
     """Digests of what ran: pair, models, tokenizers."""
     tried: tuple[str, ...] = ()
     """Deployments that failed before, in order."""

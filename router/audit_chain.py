@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -45,19 +45,18 @@ _LOCK_PATIENCE = 5.0
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the second
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
     kind: Literal["intent", "chunk", "outcome", "control"]
     body: dict[str, Any] | Callable[[], dict[str, Any]]
     """A function is called when the record is written, by the thread that writes it."""
     id: str = ""
-    content: dict[str, bytes] = field(default_factory=dict)
+    content: dict[str, bytes] = {}
     keep: Content = "none"
     subject: str | None = None
     """The person whom the content is about, as the caller names them. Never written as it stands."""
-    at: float = field(default_factory=time.time)
+    at: float = msgspec.field(default_factory=time.time)
 
 
 @dataclass(slots=True)

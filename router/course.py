@@ -105,7 +105,7 @@ class Course:
             model=self.call.model,
             outcome=outcome,
             status=error.status if error else reply.status if reply else 499,
-            total_ms=(time.perf_counter() - started) * 1000,
+            total_ms=round((time.perf_counter() - started) * 1000, 3),
             stream=self.call.stream,
             deployment=self.deployment,
             transport=self.transport,
@@ -117,7 +117,7 @@ class Course:
             cost=cost or None,
         )
         if reply is not None:
-            event.ttft_ms = self.ttft_ms
+            event.ttft_ms = _rounded(self.ttft_ms)
             if reply.usage.known:
                 event.prompt_tokens = reply.usage.prompt_tokens
                 event.completion_tokens = reply.usage.completion_tokens
@@ -125,8 +125,12 @@ class Course:
             if self.transport == "cache" and reply.usage.known:
                 event.kv_reused, event.kv_total = reply.usage.cached_tokens, reply.usage.prompt_tokens
         if self.estimate is not None:
-            event.ttft_p90_ms, event.total_p90_ms = self.estimate.ttft_p90, self.estimate.total_p90
+            event.ttft_p90_ms, event.total_p90_ms = round(self.estimate.ttft_p90, 3), round(self.estimate.total_p90, 3)
         return event
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 3)
 
 
 class Past(msgspec.Struct, gc=False):

@@ -116,7 +116,8 @@ class Dispatcher:
         try:
             if self.guardrails or "guardrails" in call.fields or call.tenant.guardrails:
                 await self.guardrails.request(call)
-            await self.label(call)
+            if call.tenant.labeller is not None:
+                await self.label(call)
             course.facts, course.decision = self.decide(call)
             call.decided.append((course.facts, course.decision))
             refused = refusal(course.decision)
@@ -126,7 +127,8 @@ class Dispatcher:
             if self._regulated(call):
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
-            await self.guardrails.answer(call, course.reply)
+            if call.guardrails:
+                await self.guardrails.answer(call, course.reply)
             if self.shadow is not None and course.transport == "cache":
                 course.sampled = self.shadow.wants(call, self._pair(course))
         except BaseException as error:
@@ -164,7 +166,8 @@ class Dispatcher:
             self.metrics.end(course.deployment)
         self.lane.left(course.call, course.deployment, outcome)
         cost = course.cost = await self.till.settle(course, _used_tokens(course, outcome))
-        await self._give_places_back(course.call)
+        if course.call.places:
+            await self._give_places_back(course.call)
         try:
             await self._record(course, outcome, error, answer)
         except Unrecorded as unrecorded:
@@ -229,7 +232,8 @@ class Dispatcher:
         for id in decision.ranked:
             deployment = self.deployments[id]
             try:
-                await self.till.afford(course, id)
+                if call.tenant.max_budget is not None:
+                    await self.till.afford(course, id)
                 return await self._try(course, call, deployment)
             except Refused:
                 raise
@@ -283,7 +287,7 @@ class Dispatcher:
     async def _try(self, course: Course, call: Call, deployment: Deployment) -> Reply:
         """One attempt. The deployment that answers counts as busy until `finish`."""
         course.chose(deployment.id)
-        grant = await self._place(course, call, deployment)
+        grant = await self._place(course, call, deployment) if self.allowances else None
         self.metrics.begin(deployment.id)
         asked = time.perf_counter()
         try:

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from policies.facts import Hint
-from router.call import Call, Raw
+from router.call import Call, Raw, Reply
 from router.course import Course
 from router.dispatch import Dispatcher
 from router.errors import BadRequest, RouterError, Unauthenticated, Unrecorded
@@ -24,7 +24,6 @@ from router.http import (
     AsgiCaller,
     Caller,
     Gone,
-    Header,
     Receive,
     Scope,
     Send,
@@ -32,6 +31,7 @@ from router.http import (
     bearer,
     encoded,
     first_of_each,
+    head_lines,
     header,
     read_all,
     refuse,
@@ -49,7 +49,7 @@ NO_KEY = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
 """The one sentence of every 401; it teaches nothing about keys."""
 
 _HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
-_STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_STREAM = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
 class Endpoint:
@@ -122,7 +122,7 @@ class Endpoint:
             model="",
             outcome="refused",
             status=error.status,
-            total_ms=(time.perf_counter() - started) * 1000,
+            total_ms=round((time.perf_counter() - started) * 1000, 3),
             error=error.code,
         )
         self.dispatcher.metrics.finish(event)
@@ -137,8 +137,7 @@ async def _send_plain(dispatcher: Dispatcher, course: Course, caller: Caller) ->
     except Unrecorded as error:
         await refuse(caller, error, {"x-twolane-decision": course.call.id})
         return
-    head = [(b"content-type", reply.content_type.encode("latin-1")), *answer_headers(course)]
-    await caller.whole(reply.status, head, reply.body)
+    await caller.whole(reply.status, answer_lines(course, reply), reply.body)
 
 
 class Streaming:
@@ -158,9 +157,7 @@ class Streaming:
         """Relay to the end; a hang-up, ours or the upstream's, closes everything in either direction."""
         outcome: Outcome = "abandoned"
         try:
-            head = [(b"content-type", self._reply.content_type.encode("latin-1")), *_STREAM]
-            head += answer_headers(self._course)
-            await self._caller.begin(self._reply.status, head)
+            await self._caller.begin(self._reply.status, answer_lines(self._course, self._reply) + _STREAM)
             last = await self._relay()
             outcome = "cut" if self._reply.error else "ok"
             await self._end(outcome, last)
@@ -312,25 +309,33 @@ def _budget(value: str | None) -> float | None:
     return budget
 
 
-def answer_headers(course: Course) -> list[Header]:
-    """Ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
+_LINES = (
+    b"x-twolane-decision: %b\r\nx-twolane-transport: %b\r\nx-twolane-deployment: %b\r\nx-twolane-reason: %b\r\n"
+    b"x-litellm-call-id: %b\r\nx-litellm-model-id: %b\r\n"
+    b"x-litellm-attempted-retries: %d\r\nx-litellm-attempted-fallbacks: %d\r\n"
+    b"x-litellm-response-duration-ms: %.3f\r\nx-litellm-overhead-duration-ms: %.3f\r\n"
+)
+
+
+def answer_lines(course: Course, reply: Reply) -> bytes:
+    """Headers: ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
     id = course.call.id.encode()
     deployment = as_value(course.deployment or "")
     spent = time.perf_counter() - course.call.started
-    ours = [
-        (b"x-twolane-decision", id),
-        (b"x-twolane-transport", as_value(course.transport or "")),
-        (b"x-twolane-deployment", deployment),
-        (b"x-twolane-reason", as_value(course.decision.reason if course.decision else "")),
-        (b"x-litellm-call-id", id),
-        (b"x-litellm-model-id", deployment),
-        (b"x-litellm-attempted-retries", b"%d" % course.retries),
-        (b"x-litellm-attempted-fallbacks", b"%d" % course.fallbacks),
-        (b"x-litellm-response-duration-ms", b"%.3f" % (spent * 1000)),
-        (b"x-litellm-overhead-duration-ms", b"%.3f" % ((spent - course.upstream_s) * 1000)),
-    ]
+    lines = _LINES % (
+        id,
+        as_value(course.transport or ""),
+        deployment,
+        as_value(course.decision.reason if course.decision else ""),
+        id,
+        deployment,
+        course.retries,
+        course.fallbacks,
+        spent * 1000,
+        (spent - course.upstream_s) * 1000,
+    )
     if course.cost is not None:
         # A stream's cost is known after its headers have left; it is in the decision, the metrics and the record.
-        ours.append((b"x-litellm-response-cost", b"%.10g" % course.cost))
+        lines += b"x-litellm-response-cost: %.10g\r\n" % course.cost
     # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
-    return encoded(course.reply.headers) + ours if course.reply and course.reply.headers else ours
+    return head_lines([(b"content-type", reply.content_type.encode("latin-1")), *encoded(reply.headers)]) + lines

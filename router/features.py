@@ -41,6 +41,7 @@ _WHERE = {
 }
 """What a door asks of a deployment; all others are passed through."""
 _MESSAGES = ("messages", "prompt", "input")
+_READ = (*_MESSAGES, "tools", "instructions")
 _OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -64,15 +65,11 @@ def needs(call: Call) -> frozenset[str]:
     if "n" in fields and bytes(fields["n"]) not in (b"1", b"null"):
         found.add("n")
     for name in _MESSAGES:
-        if name in fields:
-            _scan(bytes(fields[name]), found)
+        raw = fields.get(name)
+        if raw is not None:
+            # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
+            found.update([_PARTS[mark] for mark in _mark.findall(raw)])
     return frozenset(found)
-
-
-def _scan(raw: bytes, found: set[str]) -> None:
-    # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
-    for mark in _mark.findall(raw):
-        found.add(_PARTS[mark])
 
 
 def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:
@@ -82,7 +79,11 @@ def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:
 
 def prompt_tokens(call: Call) -> int:
     """An estimate from the bytes of what is to be read: about four to a token."""
-    size = sum(len(bytes(call.fields[name])) for name in (*_MESSAGES, "tools", "instructions") if name in call.fields)
+    fields, size = call.fields, 0
+    for name in _READ:
+        raw = fields.get(name)
+        if raw is not None:
+            size += len(raw)
     return max(1, size // 4)
 
 

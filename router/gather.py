@@ -32,6 +32,7 @@ class _Entry:
     """What an entry of the configuration says, read once: a request reads slots, not the models people write."""
 
     deployment: Deployment
+    id: str
     transport: Transport
     kind: Kind
     region: str | None
@@ -46,6 +47,7 @@ class _Entry:
     def of(cls, deployment: Deployment, tariff: Tariff) -> _Entry:
         return cls(
             deployment,
+            deployment.id,
             deployment.transport,
             deployment.kind,
             deployment.model_info.region,
@@ -84,6 +86,7 @@ class Gatherer:
         self._primed: dict[str, str] = {}
         self.tariffs = tariffs(settings)
         self._entries = {d.id: _Entry.of(d, self.tariffs[d.id]) for d in settings.model_list}
+        self._cached = any(d.kind == "cache" for d in settings.model_list)
         self._strategy = settings.routing.strategy
         for deployment in settings.model_list:
             told = deployment.model_info.latency
@@ -96,13 +99,14 @@ class Gatherer:
         limit = output_limit(call)
         terms = call.tenant.policy.terms
         who = identity(call) if terms.sticky or terms.cache_share < 1 else None
+        cached = self._cached and any(d.kind == "cache" for d in deployments)
         return Facts(
             model=model,
             deployments=tuple([self._deployment(self._entries[d.id], prompt, limit) for d in deployments]),
             prompt_tokens=prompt,
             output_tokens=USUAL_OUTPUT if limit is None else limit,
             needs=needs(call),
-            has_context=turns_before_question(call) if any(d.kind == "cache" for d in deployments) else True,
+            has_context=turns_before_question(call) if cached else True,
             hint=call.hint,
             budget_hint_ms=call.budget_ms,
             draw=random.random(),  # noqa: S311  (spreads load, guards nothing)
@@ -110,17 +114,30 @@ class Gatherer:
             stopped=self._stopped(),
             pinned=call.pinned,
             strategy=self._strategy,
-            last=self._conversations.last(who),
-            conversation=share(who),
+            last=None if who is None else self._conversations.last(who),
+            conversation=None if who is None else share(who),
             labels={**call.labels, "tenant": call.tenant.name},
             use_case=call.tenant.use_case,
         )
 
     def _deployment(self, entry: _Entry, prompt: int, limit: int | None) -> DeploymentFacts:
-        id = entry.deployment.id
+        id = entry.id
         queue = self._metrics.in_flight(id)
-        holder = None if entry.plain else self._holder(entry.deployment)
-        available, why = (True, "") if entry.plain else self._available(entry.deployment, holder)
+        if entry.plain:
+            return DeploymentFacts(
+                id=id,
+                transport=entry.transport,
+                kind=entry.kind,
+                region=entry.region,
+                cannot=entry.cannot,
+                estimate=self._estimate(entry, prompt, limit, queue),
+                cooling=self._health.cooling(id),
+                in_flight=queue,
+                weight=entry.weight,
+                order=entry.order,
+            )
+        holder = self._holder(entry.deployment)
+        available, why = self._available(entry.deployment, holder)
         return DeploymentFacts(
             id=id,
             transport=entry.transport,
@@ -128,7 +145,7 @@ class Gatherer:
             available=available,
             unavailable=why,
             region=entry.region,
-            pair=None if entry.plain else self._pair(entry.deployment, holder),
+            pair=self._pair(entry.deployment, holder),
             context=holder.state.context if holder is not None else None,
             cannot=entry.cannot,
             estimate=self._estimate(entry, prompt, limit, queue),
@@ -188,7 +205,7 @@ class Gatherer:
         )
 
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:
-        id, tariff = entry.deployment.id, entry.tariff
+        id, tariff = entry.id, entry.tariff
         output = expected_output(self._estimates.usual_output(id), limit)
         estimate = self._estimates.predict(
             id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=tariff.expected(prompt, output)

@@ -99,10 +99,10 @@ class Caller(Protocol):
     Nothing fails because the caller is gone: what is said then goes nowhere.
     """
 
-    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        """One whole answer."""
+    async def whole(self, status: int, lines: bytes, body: bytes) -> None:
+        """One whole answer; `lines` are its headers as `head_lines` makes them, but for what frames the body."""
 
-    async def begin(self, status: int, headers: list[Header]) -> None:
+    async def begin(self, status: int, lines: bytes) -> None:
         """The head of an answer in pieces."""
 
     async def piece(self, body: bytes) -> None:
@@ -117,8 +117,8 @@ class Caller(Protocol):
 
 async def refuse(caller: Caller, error: RouterError, headers: Mapping[str, str]) -> None:
     """A failure in OpenAI's shape."""
-    head = [(b"content-type", _JSON), *encoded({**headers, **error.headers})]
-    await caller.whole(error.status, head, error.body())
+    lines = head_lines([(b"content-type", _JSON), *encoded({**headers, **error.headers})])
+    await caller.whole(error.status, lines, error.body())
 
 
 class AsgiCaller:
@@ -135,12 +135,13 @@ class AsgiCaller:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
         return self._watch.__exit__(kind, *rest)
 
-    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+    async def whole(self, status: int, lines: bytes, body: bytes) -> None:
         self.over()
-        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.begin(status, b"%bcontent-length: %d\r\n" % (lines, len(body)))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def begin(self, status: int, headers: list[Header]) -> None:
+    async def begin(self, status: int, lines: bytes) -> None:
+        headers = [tuple(line.split(b": ", 1)) for line in lines.split(b"\r\n")[:-1]]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def piece(self, body: bytes) -> None:

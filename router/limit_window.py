@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 BUCKET_S = 5
 BUCKETS = 13
 UNKNOWN_WAIT_S = 1.0
@@ -37,8 +39,7 @@ class Limited(Protocol):
     def budget_duration(self) -> float | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """Where an admitted request was counted, so that it can be corrected there."""
 
     bucket: int
@@ -81,14 +82,17 @@ class Window:
     def take(self, tenant: Limited, now: float, tokens: int, cost: float) -> Taken | Full:
         """Look and take in one step; `tokens` as `reserve` gave them."""
         bucket, period = int(now // BUCKET_S), period_of(tenant, now)
-        for old in [b for b in self.buckets if b <= bucket - BUCKETS]:
-            del self.buckets[old]
+        counts = self.buckets.get(bucket)
+        if counts is None:
+            for old in [b for b in self.buckets if b <= bucket - BUCKETS]:
+                del self.buckets[old]
         if period > self.period:
             self.period, self.spent = period, 0.0
         full = self._full(tenant, now, tokens, cost)
         if full is not None:
             return full
-        counts = self.buckets.setdefault(bucket, _Counts())
+        if counts is None:
+            counts = self.buckets[bucket] = _Counts()
         counts.requests += 1
         counts.tokens += tokens
         self.running += 1
@@ -104,26 +108,14 @@ class Window:
         if slots is not None and self.running >= slots:
             return Full("max_parallel_requests", UNKNOWN_WAIT_S)
         if tenant.rpm_limit is not None:
-            wait = self._wait(now, {b: c.requests for b, c in self.buckets.items()}, tenant.rpm_limit - 1)
-            if wait is not None:
-                return Full("rpm_limit", wait)
+            room, used = tenant.rpm_limit - 1, sum([c.requests for c in self.buckets.values()])
+            if used > room:
+                return Full("rpm_limit", _wait(now, {b: c.requests for b, c in self.buckets.items()}, room))
         if tenant.tpm_limit is not None:
-            wait = self._wait(now, {b: c.tokens for b, c in self.buckets.items()}, tenant.tpm_limit - max(tokens, 1))
-            if wait is not None:
-                return Full("tpm_limit", wait)
+            room, used = tenant.tpm_limit - max(tokens, 1), sum([c.tokens for c in self.buckets.values()])
+            if used > room:
+                return Full("tpm_limit", _wait(now, {b: c.tokens for b, c in self.buckets.items()}, room))
         return None
-
-    @staticmethod
-    def _wait(now: float, counts: dict[int, int], room: int) -> float | None:
-        """Seconds until at most `room` is left in the window; None when that is so already."""
-        used = sum(counts.values())
-        if used <= room:
-            return None
-        for bucket in sorted(counts):
-            used -= counts[bucket]
-            if used <= room:
-                return (bucket + BUCKETS) * BUCKET_S - now
-        return float(BUCKETS * BUCKET_S)
 
     def spend(self, tenant: Limited, taken: Taken, cost: float) -> bool:
         """Take more money for an admitted request, if the budget of the period it was counted in has room."""
@@ -154,3 +146,13 @@ class Window:
         counts = self.buckets.get(taken.bucket)
         if counts is not None:
             counts.requests -= 1
+
+
+def _wait(now: float, counts: dict[int, int], room: int) -> float:
+    """Seconds until at most `room` is left in a window that holds more."""
+    used = sum(counts.values())
+    for bucket in sorted(counts):
+        used -= counts[bucket]
+        if used <= room:
+            return (bucket + BUCKETS) * BUCKET_S - now
+    return float(BUCKETS * BUCKET_S)

@@ -103,12 +103,17 @@ class Limits:
         if not _limited(tenant):
             return _FREE
         tokens = reserve(tenant, tokens)
-        window = self._windows.setdefault(tenant.name, Window())
+        window = self._windows.get(tenant.name)
+        if window is None:
+            window = self._windows[tenant.name] = Window()
         taken = window.take(tenant, self._clock(), tokens, cost)
         if isinstance(taken, Full):
             raise _refusal(tenant, taken)
-        grant = Grant(tenant, next(self._ids), tokens, cost, taken)
-        self._running.setdefault(tenant.name, set()).add(grant)
+        grant = Grant(tenant, "" if self._shared is None else next(self._ids), tokens, cost, taken)
+        running = self._running.get(tenant.name)
+        if running is None:
+            running = self._running[tenant.name] = set()
+        running.add(grant)
         if self._shared is not None and self._shared.up:
             asked = self._shared.admit(tenant, grant.id, tokens, cost)
             try:

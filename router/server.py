@@ -68,16 +68,16 @@ class Exchange(Caller):
 
     # -- for who answers
 
-    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+    async def whole(self, status: int, lines: bytes, body: bytes) -> None:
         self._task = None
         if not self.disconnected:
             self._begun = True
-            self._end(self._head(status, headers, b"content-length: %d\r\n" % len(body)) + body)
+            self._end(b"%bcontent-length: %d\r\n\r\n%b" % (self._head(status, lines), len(body), body))
 
-    async def begin(self, status: int, headers: list[Header]) -> None:
+    async def begin(self, status: int, lines: bytes) -> None:
         if not self.disconnected:
             self._begun = True
-            self._connection.transport.write(self._head(status, headers, b"transfer-encoding: chunked\r\n"))
+            self._connection.transport.write(self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n")
 
     async def piece(self, body: bytes) -> None:
         connection = self._connection
@@ -126,10 +126,10 @@ class Exchange(Caller):
             if not self.response_complete and not self.disconnected:
                 connection.transport.close()  # less than was said to come: whoever reads must see that
 
-    def _head(self, status: int, headers: list[Header], framing: bytes) -> bytes:
+    def _head(self, status: int, lines: bytes) -> bytes:
+        """All but what frames the body."""
         closing = b"" if self.keep_alive else b"connection: close\r\n"
-        lines = head_lines(headers)
-        return b"%b%b%b%b%b\r\n" % (STATUS_LINE[status], self._connection.common_lines(), lines, framing, closing)
+        return b"%b%b%b%b" % (STATUS_LINE[status], self._connection.common_lines(), lines, closing)
 
     def _end(self, last: bytes) -> None:
         connection = self._connection

@@ -12,10 +12,9 @@ import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from operator import attrgetter
 from typing import Any, Literal, TextIO
 
 import msgspec
@@ -37,7 +36,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 _MOST_REASONS = 100
 
 
-class Event(msgspec.Struct, gc=False):
+class Event(msgspec.Struct, gc=False, omit_defaults=True):
     """One finished request. What is not known stays None and is left out of the log."""
 
     request_id: str
@@ -46,7 +45,7 @@ class Event(msgspec.Struct, gc=False):
     outcome: Outcome
     status: int
     total_ms: float
-    stream: bool = False
+    stream: bool = msgspec.field(default_factory=bool)  # what a factory makes is always written
     deployment: str | None = None
     transport: str | None = None
     reason: str | None = None
@@ -61,8 +60,8 @@ class Event(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
     kv_reused: int | None = None
     kv_total: int | None = None
-    retries: int = 0
-    fallbacks: int = 0
+    retries: int = msgspec.field(default_factory=int)
+    fallbacks: int = msgspec.field(default_factory=int)
     ttft_p90_ms: float | None = None
     """What was predicted; a finished answer beyond it is counted as missed."""
     total_p90_ms: float | None = None
@@ -289,9 +288,6 @@ def _escaped(text: str) -> str:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_FIELDS: Sequence[str] = Event.__struct_fields__
-_values = attrgetter(*_FIELDS)
-_MILLISECONDS = tuple(name for name in _FIELDS if name.endswith("_ms"))
 _log = structlog.get_logger("twolane.request")
 
 
@@ -300,7 +296,7 @@ def log_request(event: Event) -> None:
     failed = event.outcome in ("error", "cut")
     sink = structlog.get_config()["logger_factory"]
     if not isinstance(sink, Sink) or sink.requests is None:
-        (_log.warning if failed else _log.info)("request", **_told(event))
+        (_log.warning if failed else _log.info)("request", **as_dict(event))
     elif sink.level <= (logging.WARNING if failed else logging.INFO):
         sink.requests.add((event, "warning" if failed else "info", time.time()))
 
@@ -314,20 +310,12 @@ def flush_requests() -> None:
 
 def _line(entry: tuple[Event, str, float]) -> bytes:
     event, level, at = entry
-    head = {"event": "request", "level": level, "timestamp": datetime.fromtimestamp(at, UTC)}
-    return msgspec.json.encode(head | _told(event))
-
-
-def _told(event: Event) -> dict[str, Any]:
-    told = {name: value for name, value in zip(_FIELDS, _values(event), strict=True) if value is not None}
-    for name in _MILLISECONDS:
-        if name in told:
-            told[name] = round(told[name], 3)
-    return told
+    head = msgspec.json.encode({"event": "request", "level": level, "timestamp": datetime.fromtimestamp(at, UTC)})
+    return head[:-1] + b"," + msgspec.json.encode(event)[1:]
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    """The event as it would be logged, for the decision store and the dashboard."""
+    """The event as it is logged."""
     return {key: value for key, value in msgspec.structs.asdict(event).items() if value is not None}
 
 

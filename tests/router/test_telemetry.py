@@ -171,12 +171,12 @@ def logs() -> Iterator[io.StringIO]:
 def test_one_line_per_request(logs: io.StringIO) -> None:
     """An event is one JSON object with what is known, and a level that tells failures apart."""
     configure_logging("info", format="auto", stream=logs)
-    log_request(replace(OK, ttft_ms=30.12345))
+    log_request(OK)
     log_request(replace(OK, outcome="cut", error="upstream_unavailable"))
     first, second = (json.loads(line) for line in logs.getvalue().splitlines())
     assert first["event"] == "request"
     assert first["level"] == "info"
-    assert first["ttft_ms"] == 30.123
+    assert first["ttft_ms"] == 30.0
     assert first["deployment"] == "d1"
     assert "error" not in first
     assert second["level"] == "warning"
