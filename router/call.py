@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from router.places import Place
     from router.tenants import Tenant
     from router.upload import Upload
+
+
+Push = Callable[[Callable[[bytes], bool], Callable[[], Awaitable[None]]], Awaitable[bytes]]
 
 
 @dataclass(slots=True)
@@ -116,6 +119,12 @@ class Reply:
     None where nobody can tell."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
+
+    @property
+    def push(self) -> Push | None:
+        """Where the frames can come without waking whoever relays them: `frames.Frames.push`."""
+        found: Push | None = getattr(self.frames, "push", None)
+        return found
 
     async def aclose(self) -> None:
         """Release the upstream; safe to call twice."""

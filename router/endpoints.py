@@ -167,10 +167,16 @@ class Streaming:
                 await self._dispatcher.finish(self._course, outcome, answer=self._answer())
 
     async def _relay(self) -> bytes:
-        """All frames but the last `[DONE]`, which is given back."""
+        """All frames but the last, which is given back."""
         frames, held = self._reply.frames, b""
         assert frames is not None  # noqa: S101  (run is for streams)
+        pushed, push = self._reply.push, self._caller.push
         try:
+            if pushed is not None and push is not None and not self._hold:
+                held = await pushed(push if self._said is None else partial(self._say, push), self._caller.room)
+                if self._said is not None:
+                    self._said.append(held)
+                return held
             async for frame in frames:
                 last = frame.endswith(DONE)
                 if self._hold and not last:
@@ -189,6 +195,11 @@ class Streaming:
             self._reply.error = "internal_error"
             return error_frame(RouterError("The router failed.", code="internal_error"))
         return held
+
+    def _say(self, push: Callable[[bytes], bool], frame: bytes) -> bool:
+        if self._said is not None:
+            self._said.append(frame)
+        return push(frame)
 
     async def _end(self, outcome: Outcome, last: bytes) -> None:
         try:

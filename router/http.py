@@ -111,6 +111,13 @@ class Caller(Protocol):
     async def end(self, body: bytes) -> None:
         """The last piece."""
 
+    @property
+    def push(self) -> Callable[[bytes], bool] | None:
+        """Says a piece at once, and answers whether there is room for another. None where only `piece` can."""
+
+    async def room(self) -> None:
+        """Wait until there is room for another piece."""
+
     def over(self) -> None:
         """All is said, and a closed connection no hang-up. `whole` and `end` say so themselves."""
 
@@ -123,6 +130,8 @@ async def refuse(caller: Caller, error: RouterError, headers: Mapping[str, str])
 
 class AsgiCaller:
     """Who asked, behind an ASGI server. A context manager to put around the answer, once the body has been read."""
+
+    push = None
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._send = send
@@ -150,6 +159,9 @@ class AsgiCaller:
     async def end(self, body: bytes) -> None:
         self.over()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def room(self) -> None:
+        """The server waits itself, in `send`."""
 
     def over(self) -> None:
         self._watch.over()

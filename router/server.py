@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.errors import RouterError
-from router.http import Caller, Header, first_of_each, head_lines, refuse
+from router.http import Header, first_of_each, head_lines, refuse
 
 log = structlog.get_logger("twolane.router")
 
@@ -36,7 +36,7 @@ class Hot(Protocol):
         """Answer one request, whole or in pieces."""
 
 
-class Exchange(Caller):
+class Exchange:
     """One request of a hot route, and its answer."""
 
     __slots__ = (
@@ -80,14 +80,20 @@ class Exchange(Caller):
             self._connection.transport.write(self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n")
 
     async def piece(self, body: bytes) -> None:
-        connection = self._connection
-        if connection.flow.write_paused and not self.disconnected:
-            await connection.flow.drain()
+        await self.room()
+        self.push(body)
+
+    def push(self, body: bytes) -> bool:
         if body and not self.disconnected:
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return not self._connection.flow.write_paused
+
+    async def room(self) -> None:
+        if self._connection.flow.write_paused and not self.disconnected:
+            await self._connection.flow.drain()
 
     async def end(self, body: bytes) -> None:
-        await self.piece(b"")
+        await self.room()
         self._task = None
         if not self.disconnected:
             self._end(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")

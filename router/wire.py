@@ -6,6 +6,7 @@ Bodies are read shallowly: the top-level values stay as they were sent, and only
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -163,6 +164,35 @@ class Answer(msgspec.Struct, gc=False):
 
 
 _answer = msgspec.json.Decoder(Answer)
+
+
+class _Any(msgspec.Struct, gc=False):
+    """A JSON object whose members are proved and passed over."""
+
+
+_any = msgspec.json.Decoder(_Any)
+_NULLS = (b'"usage":null', b'"usage": null')
+"""As many servers write it into every event but the last."""
+
+
+def all_objects(texts: Iterable[bytes]) -> bool:
+    """Each is one JSON object."""
+    try:
+        for _ in map(_any.decode, texts):
+            pass
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def unmarked(events: bytes) -> bool:
+    """No name of a member of `Answer` stands anywhere in these bytes, but for a `usage` that is null."""
+    return (
+        b'"error"' not in events
+        and b'"twolane"' not in events
+        and b'"response"' not in events
+        and (b'"usage"' not in events or events.count(b'"usage"') == sum([events.count(null) for null in _NULLS]))
+    )
 
 
 def read_answer(body: bytes) -> Answer | None:

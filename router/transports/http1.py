@@ -90,6 +90,7 @@ class Answer:
         "_error",
         "_parts",
         "_paused",
+        "_sink",
         "_size",
         "_waiter",
         "headers",
@@ -109,6 +110,7 @@ class Answer:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._paused: asyncio.ReadTransport | None = None
+        self._sink: Callable[[bytes], bool] | None = None
 
     @property
     def at_end(self) -> bool:
@@ -128,6 +130,19 @@ class Answer:
         while not self._parts and not self.whole:
             await self._wait()
         return self.now()
+
+    async def pour(self, sink: Callable[[bytes], bool]) -> None:
+        """Give what comes straight to `sink`, until that answers False, the answer is whole, or it fails.
+
+        Nothing may be waiting to be read. `sink` is called by the connection, in the middle of its reading: it must not
+        raise, nor wait. Of what ends the answer early the next `now` tells.
+        """
+        self._sink = sink
+        try:
+            while self._sink is not None and not self.whole and self._error is None:
+                await self._wait()
+        finally:
+            self._sink = None
 
     def close(self) -> None:
         """Hang up, unless all of it has come. Safe to call twice."""
@@ -154,6 +169,11 @@ class Answer:
         self._wake()
 
     def feed(self, body: bytes, transport: asyncio.ReadTransport) -> None:
+        if self._sink is not None:
+            if not self._sink(body):
+                self._sink = None
+                self._wake()
+            return
         self._parts.append(body)
         self._size += len(body)
         if self._size > HIGH and self._paused is None:
@@ -199,6 +219,9 @@ class Connection(asyncio.Protocol):
         """Loop time since which it is idle."""
         self._idle = idle
         self._lost = lost
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append
+        """For httptools: pieces that share a read are handed on together, and none of them costs a call of ours."""
         self._parser = httptools.HttpResponseParser(self)
         # What browsers and other clients forgive a server, too.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
@@ -242,10 +265,20 @@ class Connection(asyncio.Protocol):
                 return
         try:
             self._parser.feed_data(data)
+            self._hand_on()
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._hand_on()
             if self._answer is not None:
                 self._answer.fail(Malformed(type(error).__name__))
             self.abort()
+
+    def _hand_on(self) -> None:
+        parts = self._parts
+        if parts:
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            if self._answer is not None:
+                self._answer.feed(body, self._transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost(self)
@@ -276,13 +309,10 @@ class Connection(asyncio.Protocol):
         if status >= 200 and self._answer is not None:
             self._answer.begin(status, self._headers)
 
-    def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
-            self._answer.feed(body, self._transport)
-
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200 or self._answer is None:  # 100 Continue, 103 Early Hints
             return
+        self._hand_on()
         answer, self._answer = self._answer, None
         keep = self._parser.should_keep_alive()
         answer.end()

@@ -16,6 +16,7 @@ import msgspec
 
 from router.call import Call, Reply
 from router.errors import Unavailable
+from router.transports.frames import Frames
 from router.transports.http1 import KEPT_S, Address, Answer, Malformed, Server, header_lines, request_head
 from router.transports.stream import Stream
 from router.transports.upstream_errors import in_answer, refusal, translate
@@ -29,8 +30,6 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _MAX_ERROR = 64 * 2**10
 _MAX_ANSWER = 256 * 2**20
-_LINGERS_S = 0.05
-"""Seconds that an upstream has to end a stream whose last event has come."""
 KEPT = ("openai-", "x-ratelimit-", "x-request-id", "request-id")
 """Answer headers that reach the caller; cookies, challenges and everything unknown do not."""
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
@@ -261,67 +260,3 @@ def _kept(answer: Answer, target: Target) -> dict[str, str]:
     if target.worker and KV in answer.headers:
         kept[KV] = answer.headers[KV]
     return kept
-
-
-class Frames:
-    """The rest of a stream, from the upstream's reads to the caller's frames. Ends itself; `aclose` hangs up."""
-
-    def __init__(self, answer: Answer, stream: Stream, first: bytes, timeout: float) -> None:
-        self._answer = answer
-        self._stream = stream
-        self._first = first
-        self._timeout = timeout
-        self._ended = False
-
-    def __aiter__(self) -> Frames:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first:
-            frame, self._first = self._first, b""
-            return frame
-        # Waiting begins when the caller asks: a slow reader is not a silent upstream, and comments are no answer.
-        until = time.monotonic() + self._timeout
-        while not self._stream.done:
-            if frame := await self._next(until):
-                return frame
-        if not self._ended:
-            await self._end()
-        raise StopAsyncIteration
-
-    async def _next(self, until: float) -> bytes:
-        answer = self._answer
-        try:
-            data = answer.now()
-            if not data and not answer.whole:
-                # A timeout of asyncio's costs five times as much, for each event of a slow stream.
-                wait = until - time.monotonic()
-                timer = asyncio.get_running_loop().call_later(wait, answer.fail, TimeoutError())
-                try:
-                    data = await answer.some()
-                finally:
-                    timer.cancel()
-        except (OSError, Malformed) as error:
-            return self._stream.fail(translate(error))
-        return self._stream.feed(data) if data else self._stream.finish()
-
-    async def _end(self) -> None:
-        """Read what follows `[DONE]`, so that the connection can be used again; a stream that lingers is closed."""
-        self._ended = True
-        answer = self._answer
-        if self._stream.error is None and not answer.whole:
-            timer = asyncio.get_running_loop().call_later(_LINGERS_S, answer.close)
-            try:
-                while await answer.some():
-                    pass
-            except (OSError, Malformed):  # it lingered, or broke after all was said
-                pass
-            finally:
-                timer.cancel()
-        answer.close()
-
-    async def aclose(self) -> None:
-        """Hang up unless the stream has ended."""
-        if not self._ended:
-            self._ended = True
-            self._answer.close()

@@ -11,18 +11,21 @@ from router.transports.upstream_errors import in_answer
 from router.wire import (
     DONE,
     Splitter,
+    all_objects,
     error_frame,
     finished,
     frame,
     read_answer,
     read_usage,
     told,
+    unmarked,
     without_run,
     without_usage,
 )
 
 _CUT = "The upstream's stream ended before the answer was complete."
 
+_BETWEEN = b"\n\ndata: "
 _SHORT = 16
 """Bytes: a longer event is not `[DONE]`, whatever blanks stand around that."""
 
@@ -57,15 +60,14 @@ class Stream:
 
     def _plain(self, data: bytes) -> bool:
         """All of a read are whole events with nothing for us in them, as nearly all reads: they pass as they came."""
-        blocks = data[:-2].split(b"\n\n")
-        for block in blocks:
-            if not block.startswith(b"data: ") or b"\n" in block or b"\r" in block:
-                return False
-            answer = read_answer(block[6:])
-            if answer is None or not answer.bare:
-                return False
+        if b"\r" in data or not data.startswith(b"data: ") or not unmarked(data):
+            return False
+        blocks = data[6:-2].split(_BETWEEN)
+        # A line end more shows an event of another form.
+        if data.count(b"\n") != 2 * len(blocks) or not all_objects(blocks):
+            return False
         self.began = True
-        self._tail = (self._tail + blocks)[-4:]
+        self._tail = (self._tail + blocks[-4:])[-4:]
         return True
 
     def finish(self) -> bytes:

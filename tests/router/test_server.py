@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from router.server import Exchange
+from router.transports.stream import Stream
 from tests.router.gateway import KEY, Router, Seen, Upstream, chunk, deployment, plain, router, until, upstream
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -203,6 +204,49 @@ async def test_bodies_keep_their_bound(door: Router, up: Upstream, size: int) ->
     async with wire(door) as own:
         own.writer.write(chunked(body))
         assert status == (await own.answer())[0] == (413 if size > 100_000 else 200)
+
+
+@pytest.mark.parametrize("said", ["nothing", "comments"])
+async def test_a_silent_stream_is_ended(tmp_path: Path, up: Upstream, said: str) -> None:
+    """What is no event keeps no stream alive: the caller gets an error in time, and the upstream is hung up on."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(seen.request)
+        await response.write(b"data: " + json.dumps(chunk("a")).encode() + b"\n\n")
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            await response.write(b": still there\n\n" if said == "comments" else b"")
+        return response
+
+    up.answers["m"] = answer
+    async with router(tmp_path, {"model_list": [deployment("m", up, timeout=0.3)]}) as door, wire(door) as own:
+        own.writer.write(post(STREAM))
+        _, _, body = await own.answer()
+        assert json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == "upstream_timeout"
+        await until(lambda: up.hung_up == ["m"])
+
+
+async def test_a_fault_amid_a_stream_is_its_end(door: Router, up: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours while an upstream is being read ends that one stream in an error event, and nothing else."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        return await seen.stream(chunk("a"), 0.1, chunk("b"), chunk("c", "stop"))
+
+    def broken(self: Stream, data: bytes) -> bytes:
+        if b'"b"' in data:
+            raise RuntimeError("a fault")
+        return feed(self, data)
+
+    feed, up.answers["m"] = Stream.feed, answer
+    monkeypatch.setattr(Stream, "feed", broken)
+    async with wire(door) as own:
+        own.writer.write(post(STREAM))
+        _, _, body = await own.answer()
+        assert json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == "internal_error"
+        monkeypatch.undo()
+        own.writer.write(post(STREAM))
+        assert (await own.answer())[2].endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_stopping_server_finishes_what_runs(tmp_path: Path, up: Upstream) -> None:

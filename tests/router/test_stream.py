@@ -21,6 +21,13 @@ ODD = [
     BOTH,
     RUN,
     LAST,
+    WORD.replace(b"}\n\n", b',"usage":null}\n\n'),
+    WORD.replace(b"word", b'\\"usage\\" \\"error\\"'),
+    b'data: {"a":[{}\n\n',
+    b"data: {}]}\n\n",
+    b"data: {},{}\n\n",
+    b"data: [1]\n\n",
+    b'data: {"choices":\n[]}\n\n',
     b": comment\n\n",
     b"data: {broken\n\n",
     b'data:{"choices":[]}\n\n',
@@ -73,3 +80,10 @@ def test_a_stream_without_its_end_is_told() -> None:
     assert (cut.startswith(WORD), b'"error"' in cut, reply.error) == (True, True, "upstream_unavailable")
     whole, reply, _ = fed([WORD + LAST], asked=False, worker=False)
     assert (whole, reply.error) == (WORD + LAST + DONE, None)
+
+
+def test_reads_without_anything_for_us_pass_as_they_came() -> None:
+    """Whole events pass as the very bytes that were read, also where their usage is null, as many servers write it."""
+    stream = Stream(Reply(200, "text/event-stream"), path="/chat/completions", asked=False)
+    for read in (WORD, WORD * 3, WORD.replace(b"}\n\n", b',"usage": null}\n\n') * 2):
+        assert stream.feed(read) is read
