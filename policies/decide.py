@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter
+
+import msgspec
 
 from policies.facts import Decision, DeploymentFacts, Facts, Judged
 from policies.policy import Policy
@@ -13,7 +14,7 @@ from policies.rules import RULES, UNBOUND, judge_all, limits, overshoot, plan
 from policies.terms import Terms
 
 
-class _Survivor(NamedTuple):
+class _Survivor(msgspec.Struct, frozen=True, gc=False):
     """A deployment that no rule refused, with what orders it."""
 
     rank: tuple[float, ...]
@@ -97,7 +98,7 @@ def _rank(survivors: list[_Survivor], draw: float) -> list[_Survivor]:
     return survivors
 
 
-_by_rank = itemgetter(0)
+_by_rank = attrgetter("rank")
 
 
 def shuffled(ties: list[_Survivor], draw: float) -> list[_Survivor]:

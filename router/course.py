@@ -84,9 +84,11 @@ class Course:
 
     def chose(self, deployment: str) -> None:
         """A deployment is about to be asked: note what was predicted of it."""
-        facts = next((d for d in self.facts.deployments if d.id == deployment), None) if self.facts else None
-        self.estimate = facts.estimate if facts else None
-        self.queue = facts.in_flight if facts else 0
+        self.estimate, self.queue = None, 0
+        for facts in self.facts.deployments if self.facts is not None else ():
+            if facts.id == deployment:
+                self.estimate, self.queue = facts.estimate, facts.in_flight
+                return
 
     def past(self, event: Event) -> Callable[[], Past] | None:
         """What to keep of it, to be made later; None where nothing was decided."""
