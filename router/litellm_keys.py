@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+TABLE_OF = "1.110.2"
+"""The release of litellm whose keys these are."""
 Class = Literal["works", "named", "refused"]
 """works: does what it does in LiteLLM. named: has no effect here, and a warning says so. refused: it protects, so the
 start is refused until it is supported or listed in `accept_unsupported`."""
@@ -49,21 +51,34 @@ NAMED: dict[str, dict[str, str]] = {
         "write the key with os.environ/NAME": "litellm_credential_name",
         "parameters are passed on as they were sent": "allowed_openai_params modify_params",
         "answers are passed on as they came": "merge_reasoning_content_in_choices",
-        "only text deployments are served": "use_in_pass_through use_litellm_proxy",
+        "only text deployments are served": (
+            "use_in_pass_through use_litellm_proxy vector_store_id milvus_text_field milvus_db_name "
+            "milvus_partition_names valkey_host valkey_port valkey_password valkey_ssl valkey_text_field "
+            "valkey_embedding_field"
+        ),
+        "the caller names the model": (
+            "switchyard_router_config auto_router_config_path auto_router_config auto_router_default_model "
+            "auto_router_embedding_model auto_router_max_input_chars auto_router_routing_compression "
+            "auto_router_model_compression complexity_router_config complexity_router_default_model "
+            "adaptive_router_default_model adaptive_router_config quality_router_config quality_router_default_model"
+        ),
+        "one timeout holds for all tiers": "timeout_by_service_tier stream_timeout_by_service_tier",
+        "streams are relayed as they come": "keepalive_seconds allow_client_keepalive_override",
+        "conversations stay by `sticky` of the tenant": "provider_affinity_header",
     },
     "router_settings": {
         "the strategy has no arguments here": "routing_strategy_args",
-        "tags do not choose deployments": "enable_tag_filtering tag_filtering_match_any",
-        "write it into each entry's litellm_params": "default_litellm_params",
+        "tags do not choose deployments": "enable_tag_filtering tag_filtering_match_any tag_routing_prefix",
+        "write it into each entry's litellm_params": "default_litellm_params max_retries weights",
         "answers are not cached; see `store` for KV reuse": "cache_responses caching_groups cache_kwargs",
-        "conversations stay by `sticky` of the tenant": "deployment_affinity_ttl_seconds",
+        "conversations stay by `sticky` of the tenant": "deployment_affinity_ttl_seconds model_group_affinity_config",
         "connections are kept by the router itself": "client_ttl",
         "health follows from real calls": "enable_health_check_routing health_check_staleness_threshold",
         "see `log`": "set_verbose debug_level",
         "there is no queue of requests": "default_priority polling_interval",
         "not part of this router": (
             "routing_groups enable_weighted_failover alerting_config assistants_config search_tools "
-            "router_general_settings ignore_invalid_deployments enable_pre_call_check"
+            "router_general_settings ignore_invalid_deployments enable_pre_call_check fallback_on_unsupported_params"
         ),
     },
     "litellm_settings": {
@@ -72,7 +87,8 @@ NAMED: dict[str, dict[str, str]] = {
             "langfuse_default_tags redact_user_api_key_info s3_callback_params gcs_callback_params "
             "redact_messages_in_exceptions store_audit_logs datadog_params datadog_llm_observability_params "
             "prometheus_metrics_config prometheus_initialize_budget_metrics custom_prometheus_metadata_labels "
-            "custom_prometheus_tags require_auth_for_metrics_endpoint"
+            "custom_prometheus_tags require_auth_for_metrics_endpoint input_callback prometheus_latency_buckets "
+            "prometheus_exclude_metrics prometheus_exclude_labels standard_logging_payload_excluded_fields"
         ),
         "answers are not cached; see `store` for KV reuse": (
             "cache cache_params enable_caching_on_provider_specific_optional_params"
@@ -98,8 +114,9 @@ NAMED: dict[str, dict[str, str]] = {
         ),
         "tokens are counted by the models' own tokenizers": "disable_hf_tokenizer_download token_counter",
         "only model calls are served": "mcp_aliases priority_reservation_settings",
-        "see `log`": "set_verbose",
+        "see `log`": "set_verbose suppress_debug_info log_raw_request_response request_correlation_in_logs",
         "write the costs into model_info": "custom_provider_map model_cost_map_url",
+        "write it into router_settings": "max_fallbacks",
     },
     "general_settings": {
         "there is no database": (
@@ -109,19 +126,36 @@ NAMED: dict[str, dict[str, str]] = {
             "proxy_batch_polling_interval proxy_budget_rescheduler_min_time proxy_budget_rescheduler_max_time "
             "allow_requests_on_db_unavailable maximum_spend_logs_retention_period "
             "maximum_spend_logs_retention_interval use_redis_transaction_buffer user_api_key_cache_ttl "
-            "disable_adding_master_key_hash_to_db spend_report_frequency disable_error_logs"
+            "disable_adding_master_key_hash_to_db spend_report_frequency disable_error_logs use_spend_logs_ledger "
+            "database_connect_timeout database_socket_timeout database_max_idle_connection_lifetime "
+            "database_extra_connection_params database_disable_prepared_statements spend_logs_prompt_storage "
+            "spend_logs_metadata_fields disable_auto_add_proxy_admin_to_teams spend_capture_rate_check "
+            "scheduled_job_stagger maximum_autorouter_session_retention_period maximum_health_check_retention_period "
+            "maximum_daily_tag_spend_retention_period maximum_spend_logs_size maximum_spend_logs_cleanup_target_size "
+            "maximum_spend_logs_size_check_interval use_spend_logs_partitioning maximum_spend_logs_cleanup_batch_size "
+            "maximum_spend_logs_cleanup_max_batches maximum_spend_logs_cleanup_run_budget "
+            "maximum_spend_logs_cleanup_batch_timeout maximum_spend_logs_cleanup_cron user_api_key_cache_max_size "
+            "track_unmanaged_batch_cost disable_model_info_refresh request_tag_mappings allow_unmanaged_response_ids "
+            "team_metadata_schema custom_team_metadata_validate"
         ),
         "there is no admin UI": (
             "disable_master_key_return ui_access_mode user_mcp_management_mode litellm_license custom_sso "
             "custom_ui_sso_sign_in_handler default_team_disabled custom_key_generate custom_key_update "
-            "disable_responses_id_security"
+            "disable_responses_id_security control_plane_url allow_cli_sso_verification_uri_complete "
+            "max_failed_login_attempts_per_source max_failed_login_attempts_per_source_overrides "
+            "failed_login_window_seconds failed_login_block_seconds enable_public_model_hub password_policy_min_length "
+            "password_policy_require_uppercase password_policy_require_lowercase password_policy_require_numbers "
+            "password_policy_require_special_characters disable_password_login_when_sso_enabled "
+            "disable_env_credential_login self_serve_budget_policy"
         ),
         "alerts are for the metrics' consumer": (
-            "alerting alerting_threshold alerting_args alert_types alert_to_webhook_url"
+            "alerting alerting_threshold alerting_args alert_types alert_to_webhook_url alert_type_config"
         ),
         "health follows from real calls": (
             "background_health_checks health_check_interval health_check_details use_shared_health_check "
-            "health_check_concurrency"
+            "health_check_concurrency health_check_skip_disabled_background_models "
+            "background_health_check_model_groups health_check_ignore_transient_errors "
+            "health_check_staleness_threshold enable_health_check_routing model_list_healthy_only"
         ),
         "the caller names the model": (
             "completion_model embedding_model image_generation_model moderation_model infer_model_from_keys"
@@ -136,12 +170,30 @@ NAMED: dict[str, dict[str, str]] = {
         ),
         "a hang-up always cancels upstream": "cancel_on_disconnect",
         "files are read again when they change, and on SIGHUP": "proxy_config_reload_interval_seconds",
-        "there is no proxy in front that we trust": "use_x_forwarded_for",
+        "there is no proxy in front that we trust": "use_x_forwarded_for trusted_proxy_ranges",
         "only keys of tenants are known": "service_account_settings allow_user_auth oauth2_config_mappings",
         "the admission of requests is not configurable": (
             "max_queued_requests_per_worker admission_queue_timeout_seconds"
         ),
         "a missing master key is refused off loopback": "dangerously_permit_weak_or_unset_master_key",
+        "only model calls are served": (
+            "search_tools enable_claude_code_gateway claude_code_gateway_managed_settings "
+            "claude_code_marketplace_auth_required skill_scanner vector_store_deny_by_default "
+            "search_tool_deny_by_default agent_access_default_deny mcp_internal_ip_ranges mcp_advertised_versions "
+            "mcp_disabled_capabilities mcp_allowed_clients mcp_require_explicit_server_scope mcp_client_id_header "
+            "mcp_trusted_proxy_ranges mcp_xff_num_trusted_hops mcp_prefer_client_id_metadata_document "
+            "mcp_required_fields responses_websocket_session_limit_seconds enable_openai_websocket_passthrough "
+            "vertex_ai_pass_through_drop_anthropic_betas transcribe_media_buckets allowed_client_side_s3_buckets "
+            "allowed_client_side_s3_endpoint_urls"
+        ),
+        "see `otel` and `redis`": "otel tracing coordination_redis",
+        "fallbacks never leave what the tenant's policy allows": "enforce_fallback_model_access",
+        "no log and no record holds it": "disable_requester_ip_address_logging",
+        "not part of this router": (
+            "include_call_id_in_error_body expose_fallback_errors_to_caller return_wildcard_routes missing_session_id "
+            "disable_fallbacks_on_per_model_rate_limits disable_budget_reservation"
+        ),
+        "see `timeout` in litellm_params and router_settings": "pass_through_request_timeout",
     },
 }
 
@@ -153,6 +205,9 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "litellm_params": {
         "requests would run without this check": "guardrails",
+        "the limit would not hold; write it into the tenant": (
+            "rpd tpd daily_reset_time max_file_size_mb default_api_key_tpm_limit default_api_key_rpm_limit"
+        ),
     },
     "model_info": {
         "the group would be open to every tenant; list it under `models` of the tenants": "team_id access_groups",
@@ -164,25 +219,28 @@ REFUSED: dict[str, dict[str, str]] = {
     "litellm_settings": {
         "requests would run without this check": (
             "guardrails guardrail_name_config_map llm_guard_mode banned_keywords_list blocked_user_list "
-            "presidio_ad_hoc_recognizers output_parse_pii"
+            "presidio_ad_hoc_recognizers output_parse_pii pre_call_rules post_call_rules"
         ),
         "the budget would not hold; write it into the tenant": "max_budget budget_duration",
     },
     "general_settings": {
         "callers would be let in without this check": (
             "custom_auth custom_auth_run_common_checks enable_jwt_auth litellm_jwtauth enable_oauth2_auth "
-            "enable_oauth2_proxy_auth litellm_key_header_name"
+            "enable_oauth2_proxy_auth litellm_key_header_name role_permissions custom_key_policy"
         ),
         "routes and addresses would stay open": (
             "allowed_ips allowed_routes admin_only_routes public_routes mcp_allowed_ips"
         ),
         "requests would run without this check": (
-            "enforce_user_param enforced_params reject_clientside_metadata_tags user_header_name "
-            "user_header_mappings enforced_file_expires_after"
+            "enforce_user_param enforced_params reject_clientside_metadata_tags user_header_name user_header_mappings "
+            "enforced_file_expires_after plugins allowed_file_extensions blocked_file_extensions user_url_validation "
+            "user_url_allowed_hosts provider_url_destination_allowed_hosts"
         ),
         "the limit would not hold; write it into the tenant": (
             "max_parallel_requests global_max_parallel_requests max_in_flight_requests_per_worker "
-            "fail_closed_rate_limit_enforcement max_response_size_mb"
+            "fail_closed_rate_limit_enforcement max_response_size_mb max_batch_file_size_mb max_batch_file_records "
+            "max_batch_file_uploads_per_day max_file_downloads_per_minute max_file_size_mb "
+            "fail_closed_budget_enforcement apply_user_budget_to_team_keys"
         ),
         "these routes would not be protected as written": (
             "pass_through_endpoints use_client_credentials_pass_through_routes"

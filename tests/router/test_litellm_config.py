@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from router.litellm_config import TABLE, redis_url
+from router.litellm_keys import TABLE_OF
 from router.settings import ConfigError, GeneralSettings, LiteLLMParams, LiteLLMSettings, RouterSettings, load_text
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
@@ -168,6 +172,30 @@ def test_what_works_is_read(scope: str, model: type[BaseModel]) -> None:
     """The keys classed as working are exactly those that the settings have."""
     extra = {"additional_drop_params"} if scope == "litellm_params" else set()
     assert {row.key for row in TABLE if row.scope == scope and row.kind == "works"} == set(model.model_fields) | extra
+
+
+LITELLM = importlib.util.find_spec("litellm")
+
+
+@pytest.mark.skipif(
+    LITELLM is None or metadata.version("litellm") != TABLE_OF, reason="the table was not made for this litellm"
+)
+@pytest.mark.parametrize(
+    ("scope", "file", "name"),
+    [
+        ("general_settings", "proxy/_types.py", "ConfigGeneralSettings"),
+        ("router_settings", "types/router.py", "UpdateRouterConfig"),
+    ],
+)
+def test_every_key_of_litellm_is_in_the_table(scope: str, file: str, name: str) -> None:
+    """Whatever LiteLLM's own models of these sections take is classed here; a new release is looked through once."""
+    assert LITELLM is not None
+    assert LITELLM.origin is not None
+    tree = ast.parse(Path(LITELLM.origin).with_name(file.split("/")[0]).joinpath(*file.split("/")[1:]).read_text())
+    [found] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    keys = {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    assert len(keys) > 10
+    assert keys - {row.key for row in TABLE if row.scope == scope} == set()
 
 
 def test_table_is_documented() -> None:
