@@ -24,8 +24,11 @@ from benchmarks.mini_world.muon import Muon
 from benchmarks.mini_world.world import KINDS, Kind, Question, Role, World
 from workers.hint import ASK, END, TELL
 
-_WEIGHTS: dict[Kind, float] = {"A": 3, "B": 2, "AB": 3, "S": 2}
-"""How often each kind is learnt from."""
+_WEIGHTS: dict[Role, dict[Kind, float]] = {
+    "sharer": {"A": 4, "B": 1, "AB": 3, "S": 2},
+    "receiver": {"A": 2, "B": 4, "AB": 3, "S": 2},
+}
+"""How often each kind is learnt from: what must be known more often than what must be guessed."""
 _WORDING: dict[Role, tuple[str, ...]] = {
     "sharer": (f"\n\n{ASK}",),
     "receiver": (f"\n\n{TELL}\n", f"\n{END}"),
@@ -45,7 +48,7 @@ class Lessons:
     vocabulary: int
     hints: tuple[float, float]
     """Share of batches with hints: in the first 40 % of the steps, and after."""
-    batch: int = 32
+    batch: int = 64
     matrices: float = 0.02
     """Rate of Muon."""
     others: float = 0.01
@@ -56,8 +59,8 @@ class Lessons:
 class Recipe:
     """Of both."""
 
-    sharer: Lessons = Lessons(1000, 600, (0.25, 0.25))
-    receiver: Lessons = Lessons(1000, 800, (0.5, 0.25))
+    sharer: Lessons = Lessons(1000, 700, (0.35, 0.35))
+    receiver: Lessons = Lessons(1200, 900, (0.5, 0.25))
 
     def of(self, role: Role) -> Lessons:
         return self.sharer if role == "sharer" else self.receiver
@@ -180,7 +183,7 @@ def _batches(
     """One for every step; with hints or without, never mixed, so that little is padded."""
     chance = random.Random(f"{encoder.role} {seed}")
     by_kind = {kind: list(world.questions(world.names, (kind,))) for kind in KINDS}
-    weights = [_WEIGHTS[kind] for kind in KINDS]
+    weights = [_WEIGHTS[encoder.role][kind] for kind in KINDS]
     for step in range(lessons.steps):
         share = lessons.hints[step >= 0.4 * lessons.steps]
         hinted = chance.random() < share

@@ -53,8 +53,8 @@ class Prepared:
     folder: Path
     world: World
     found: dict[str, Any] = field(default_factory=dict)
-    """`exact_hints`, `gold_hints`, `gold_hints_by_kind`, the `seeds` of both models and how many `tries` each took, and
-    `cpu_s` of the tries that were kept.
+    """`exact_hints`, `gold_hints`, `gold_hints_by_kind`, and for either model its `seed`, how many `tries` it took, and
+    `cpu_s` of the last one.
     """
 
     def model(self, role: Role) -> Path:
@@ -71,27 +71,38 @@ class GateFailed(Exception):
 def prepare(folder: Path, plan: Plan, tell: Tell = print) -> Prepared:
     """Raises GateFailed."""
     world, mark = World(plan.seed, plan.size), folder / "prepared.json"
-    asked = asdict(plan)
-    if mark.exists():
-        told = json.loads(mark.read_text())
-        if told["asked"] == json.loads(json.dumps(asked)):
-            return Prepared(folder, world, told["found"])
-        mark.unlink()
+    if (found := _kept(mark, asdict(plan))) is not None:
+        return Prepared(folder, world, found)
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "validation", "test"):
         lines = [world.line(question) for question in world.asked(split)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    exact, sharer = _pass(folder, "sharer", world, plan, plan.gates.exact_hints, exact_hints, tell)
-    gold, receiver = _pass(folder, "receiver", world, plan, plan.gates.gold_hints, gold_hints, tell)
+    sharer = _pass(folder, "sharer", world, plan, plan.gates.exact_hints, exact_hints, tell)
+    receiver = _pass(folder, "receiver", world, plan, plan.gates.gold_hints, gold_hints, tell)
     by_kind = {kind: gold_hints(load(folder / "receiver"), world, kind) for kind in KINDS}
     found = {
-        "exact_hints": exact,
-        "gold_hints": gold,
+        "exact_hints": sharer["reached"],
+        "gold_hints": receiver["reached"],
         "gold_hints_by_kind": by_kind,
-        **{part: {"sharer": sharer[part], "receiver": receiver[part]} for part in sharer},
+        **{part: {"sharer": sharer[part], "receiver": receiver[part]} for part in ("seed", "tries", "cpu_s")},
     }
-    mark.write_text(json.dumps({"asked": asked, "found": found}, indent=1) + "\n")
+    _keep(mark, asdict(plan), found)
     return Prepared(folder, world, found)
+
+
+def _kept(mark: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """What was found when just this was asked; what was made for other plans counts as not there."""
+    if not mark.exists():
+        return None
+    told = json.loads(mark.read_text())
+    if told["asked"] == json.loads(json.dumps(asked)):
+        return dict(told["found"])
+    mark.unlink()
+    return None
+
+
+def _keep(mark: Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
+    mark.write_text(json.dumps({"asked": asked, "found": found}, indent=1) + "\n")
 
 
 def _pass(
@@ -102,15 +113,23 @@ def _pass(
     least: float,
     measure: Callable[[Loaded, World], float],
     tell: Tell,
-) -> tuple[float, dict[str, Any]]:
-    """Train one model, with another seed where it fails its gate. Returns what it reached, and at which try."""
+) -> dict[str, Any]:
+    """Train one model, with another seed where it fails its gate. Returns what it `reached`, with which `seed`, and how
+    many `tries` it took.
+    """
+    mark, lessons = folder / f"{role}.json", plan.recipe.of(role)
+    asked = {"seed": plan.seed, "size": asdict(plan.size), "lessons": asdict(lessons), "least": least}
+    if (found := _kept(mark, asked)) is not None:
+        return found
     for tried in range(plan.gates.tries):
         seed = plan.seed + tried * _SEED_STEP
-        seconds = make(folder / role, role, world, plan.recipe.of(role), seed, tell)
+        seconds = make(folder / role, role, world, lessons, seed, tell)
         reached = measure(load(folder / role), world)
         tell(f"{role}, seed {seed}: {reached:.3f}, needed {least:g}; {seconds:.0f} s of CPU")
         if reached >= least:
-            return reached, {"seeds": seed, "tries": tried + 1, "cpu_s": round(seconds, 1)}
+            found = {"reached": reached, "seed": seed, "tries": tried + 1, "cpu_s": round(seconds, 1)}
+            _keep(mark, asked, found)
+            return found
     raise GateFailed(f"seed {plan.seed}: no {role} of {plan.gates.tries} reached {least:g}")
 
 

@@ -46,6 +46,10 @@ WORDINGS = {
 """By the number of attributes that are asked for."""
 
 
+_OFTEN = 200
+"""Times that a tokenizer meets each value besides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """How many entities there are, and how many of them are kept from the fuser's training."""
@@ -155,11 +159,13 @@ class World:
 
     @cached_property
     def texts(self) -> list[str]:
-        """What a tokenizer is trained on: every question, value and hint."""
-        values = [value for values in VALUES.values() for value in values]
+        """What a tokenizer is trained on: questions and hints, and the values so often that each is one token, at the
+        beginning of an answer or behind another word.
+        """
+        values = [form for values in VALUES.values() for value in values for form in (value, f" {value}")]
         questions = list(self.questions(self.names))
         hints = [self.hint(q, self._right[q.name][q.attributes[0]]) for q in questions if q.wording == 0]
-        return [*(q.text for q in questions), *hints, *values]
+        return [*(q.text for q in questions), *hints, *(values * _OFTEN)]
 
 
 def _names(chance: random.Random, count: int) -> tuple[str, ...]:
