@@ -55,7 +55,8 @@ def tell(text: str) -> None:
 def one_world(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Everything of one seed."""
     place = prepare(options.work / f"seed-{seed}", plan_of(options, seed), tell)
-    fuser = variants.QUICK[options.fuser] if options.quick else variants.CHOSEN[options.fuser]
+    fuser = variants.CHOSEN[options.fuser]
+    fuser = variants.quickly(fuser) if options.quick else fuser
     fitted = fit(place, options.fuser, replace(fuser, seed=seed), tell)
     most = 3 if options.quick else MOST
     outcome = ask(fitted, read_items(place.data("test")), date=today(), seed=seed, most=most)

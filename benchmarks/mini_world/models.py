@@ -24,11 +24,15 @@ from benchmarks.mini_world.muon import Muon
 from benchmarks.mini_world.world import KINDS, Kind, Question, Role, World
 from workers.hint import ASK, END, TELL
 
-_WEIGHTS: dict[Role, dict[Kind, float]] = {
-    "sharer": {"A": 4, "B": 1, "AB": 3, "S": 2},
-    "receiver": {"A": 2, "B": 4, "AB": 3, "S": 2},
+_WEIGHTS: dict[tuple[Role, bool], dict[Kind, float]] = {
+    ("sharer", False): {"A": 4, "B": 1, "AB": 3, "S": 2},
+    ("sharer", True): {"A": 4, "B": 1, "AB": 3, "S": 2},
+    ("receiver", False): {"A": 2, "B": 4, "AB": 3, "S": 2},
+    ("receiver", True): {"A": 5, "B": 2, "AB": 3, "S": 3},
 }
-"""How often each kind is learnt from: what must be known more often than what must be guessed."""
+"""How often each kind is learnt from, without a hint and with one: what must be known or copied more often than what
+must be guessed.
+"""
 _WORDING: dict[Role, tuple[str, ...]] = {
     "sharer": (f"\n\n{ASK}",),
     "receiver": (f"\n\n{TELL}\n", f"\n{END}"),
@@ -60,7 +64,7 @@ class Recipe:
     """Of both."""
 
     sharer: Lessons = Lessons(1000, 700, (0.35, 0.35))
-    receiver: Lessons = Lessons(1200, 900, (0.5, 0.25))
+    receiver: Lessons = Lessons(1200, 900, (0.6, 0.4))
 
     def of(self, role: Role) -> Lessons:
         return self.sharer if role == "sharer" else self.receiver
@@ -183,11 +187,11 @@ def _batches(
     """One for every step; with hints or without, never mixed, so that little is padded."""
     chance = random.Random(f"{encoder.role} {seed}")
     by_kind = {kind: list(world.questions(world.names, (kind,))) for kind in KINDS}
-    weights = [_WEIGHTS[encoder.role][kind] for kind in KINDS]
+    weights = {hinted: list(_WEIGHTS[encoder.role, hinted].values()) for hinted in (False, True)}
     for step in range(lessons.steps):
         share = lessons.hints[step >= 0.4 * lessons.steps]
         hinted = chance.random() < share
-        kinds = chance.choices(KINDS, weights, k=lessons.batch)
+        kinds = chance.choices(KINDS, weights[hinted], k=lessons.batch)
         yield [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
 
 

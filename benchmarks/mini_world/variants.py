@@ -13,15 +13,23 @@ from workers.items import read_items
 from workers.train_pair import Plan
 
 _C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
+_LITE = Plan("lite", "fuse", "prompt", steps=300, batch=64)
 ALL: dict[str, Plan] = {
     "c2c": _C2C,
-    "c2c, rate 1e-3": replace(_C2C, rate=1e-3),
     "linear": Plan("linear", "fuse", "prompt"),
+    "lite": _LITE,
+    "lite, last slot": replace(_LITE, last=1),
+    "lite, block of 128": replace(_LITE, hidden=128),
+    "lite, rank 96": replace(_LITE, rank=96),
 }
-CHOSEN: dict[str, Plan] = {"c2c": _C2C}
+CHOSEN: dict[str, Plan] = {"c2c": _C2C, "lite": _LITE}
 """By kind, what the report is made with."""
-DEFAULT = "c2c"
-QUICK: dict[str, Plan] = {kind: replace(plan, steps=2, batch=2, width=16) for kind, plan in CHOSEN.items()}
+DEFAULT = "lite"
+
+
+def quickly(plan: Plan) -> Plan:
+    """The same, small enough to see whether it runs."""
+    return replace(plan, steps=2, batch=2, width=16, rank=4)
 
 
 def compare(place: Prepared, names: Sequence[str], *, quick: bool, tell: Callable[[str], None]) -> None:
@@ -30,7 +38,7 @@ def compare(place: Prepared, names: Sequence[str], *, quick: bool, tell: Callabl
     wide = max(map(len, ALL)) + 2
     tell(f"{'':{wide}}{'parameters':>12}{'CPU s':>8}" + "".join(f"{kind:>7}" for kind in KINDS) + f"{'average':>9}")
     for name in names or ALL:
-        plan = replace(ALL[name], steps=2, batch=2, width=16) if quick else ALL[name]
+        plan = quickly(ALL[name]) if quick else ALL[name]
         try:
             fitted = fit(place, f"variant-{name.replace(' ', '-')}", plan, lambda _: None)
         except LoadFailed as error:
