@@ -34,6 +34,7 @@ from benchmarks.mini_world.prepare import MOST, GateFailed, Gates, Plan, prepare
 from benchmarks.mini_world.report import report_of, table
 from benchmarks.mini_world.world import Size
 from workers.items import read_items
+from workers.train_pair import Plan as Training
 
 HERE = Path(__file__).parent
 QUICK = Plan(
@@ -52,17 +53,28 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def fuser_of(options: argparse.Namespace, seed: int) -> Training:
+    plan = replace(variants.CHOSEN[options.fuser], seed=seed)
+    return variants.quickly(plan) if options.quick else plan
+
+
+def asked(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """All that an outcome follows from, as JSON gives it back."""
+    plans = {"world": asdict(plan_of(options, seed)), "fuser": asdict(fuser_of(options, seed))}
+    found: dict[str, Any] = json.loads(json.dumps(plans))
+    return found
+
+
 def one_world(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Everything of one seed."""
     place = prepare(options.work / f"seed-{seed}", plan_of(options, seed), tell)
-    fuser = variants.CHOSEN[options.fuser]
-    fuser = variants.quickly(fuser) if options.quick else fuser
-    fitted = fit(place, options.fuser, replace(fuser, seed=seed), tell)
+    fitted = fit(place, options.fuser, fuser_of(options, seed), tell)
     most = 3 if options.quick else MOST
     outcome = ask(fitted, read_items(place.data("test")), date=today(), seed=seed, most=most)
     tell(f"seed {seed}: {outcome.mean}")
     return {
         "seed": seed,
+        "asked": asked(options, seed),
         **asdict(outcome),
         "gates": place.found,
         "fuser_parameters": fitted.parameters,
@@ -71,10 +83,15 @@ def one_world(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def all_worlds(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each seed in a process of its own with one thread, `--jobs` at a time."""
+    """Each seed in a process of its own with one thread, `--jobs` at a time. What a run that was stopped has found is
+    not looked for again.
+    """
 
     def run(seed: int) -> dict[str, Any]:
         out = options.work / f"outcome-{seed}.json"
+        before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+        if before.get("asked") == asked(options, seed):
+            return before
         command = [sys.executable, "-m", "benchmarks.mini_world", "--one", str(out), "--seed", str(seed)]
         command += ["--work", str(options.work), "--fuser", options.fuser, *(["--quick"] if options.quick else [])]
         if subprocess.run(command, cwd=HERE.parents[1], check=False).returncode:
@@ -131,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             variants.compare(place, options.variants, quick=options.quick, tell=print)
             return
         worlds = all_worlds(options)
-    fuser = {"kind": options.fuser, "parameters": worlds[0]["fuser_parameters"]}
+    fuser = {**worlds[0]["asked"]["fuser"], "parameters": worlds[0]["fuser_parameters"]}
     report = report_of(worlds, date=today(), fuser=fuser)
     print(table(report))
     if options.out or not options.quick:

@@ -13,14 +13,14 @@ from workers.items import read_items
 from workers.train_pair import Plan
 
 _C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
-_LITE = Plan("lite", "fuse", "prompt", steps=300, batch=64)
+_LITE = Plan("lite", "fuse", "prompt", steps=300, batch=64, rank=64, hidden=128, last=1)
 ALL: dict[str, Plan] = {
     "c2c": _C2C,
     "linear": Plan("linear", "fuse", "prompt"),
     "lite": _LITE,
-    "lite, last slot": replace(_LITE, last=1),
-    "lite, block of 128": replace(_LITE, hidden=128),
-    "lite, rank 96": replace(_LITE, rank=96),
+    "lite, linear": replace(_LITE, hidden=0),
+    "lite, all slots": replace(_LITE, last=0),
+    "lite, all slots, linear": replace(_LITE, last=0, hidden=0),
 }
 CHOSEN: dict[str, Plan] = {"c2c": _C2C, "lite": _LITE}
 """By kind, what the report is made with."""
@@ -29,7 +29,7 @@ DEFAULT = "lite"
 
 def quickly(plan: Plan) -> Plan:
     """The same, small enough to see whether it runs."""
-    return replace(plan, steps=2, batch=2, width=16, rank=4)
+    return replace(plan, steps=2, batch=2, width=16, rank=4, hidden=min(plan.hidden, 8))
 
 
 def compare(place: Prepared, names: Sequence[str], *, quick: bool, tell: Callable[[str], None]) -> None:
