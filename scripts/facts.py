@@ -49,13 +49,8 @@ class Item:
     """Other values of the same sort in the same passage."""
     new_wording: bool
     """The question is put in words that no training question has."""
-
-    @property
-    def sort(self) -> str:
-        """Of the value: a number, a word from the pools, or an invented name."""
-        if self.value.isdigit():
-            return "number"
-        return "word" if self.value in _KNOWN else "invented name"
+    sort: str
+    """Of the value: a number, a word that fits the question, a word that need not (`odd word`), or an invented name."""
 
     @property
     def answer(self) -> str:
@@ -248,7 +243,8 @@ def passage(
 ) -> Passage:
     """One to three subjects of one kind (or as many as asked) with two to five facts each.
 
-    Half of the values come from `wide` where it is given: with the pools alone a fuser learns the pools.
+    Half of the values come from `wide` where it is given: with the pools alone a fuser learns the pools, and is proven
+    on little else.
     """
     rng = random.Random(f"{part}:{seed}")  # noqa: S311 - drawn to be repeated, not to be secret
     count = subjects or rng.choice((1, 2, 2, 2, 3))
@@ -265,7 +261,7 @@ def passage(
             if value is not None:
                 facts.append((name, attribute, value))
     pronoun = rng.choice(("He", "She")) if kind == "person" else "It"
-    return Passage(_write(rng, facts, drawn, pronoun), _items(rng, facts, part), drawn, count)
+    return Passage(_write(rng, facts, drawn, pronoun), _items(rng, facts, part, frozenset(wide)), drawn, count)
 
 
 def _unused(taken: set[str], draw: Callable[[], str]) -> str | None:
@@ -295,10 +291,10 @@ def _in_part(word: str, part: Part) -> bool:
     return zlib.crc32(word.lower().encode()) % 10 in _SHARE[part]
 
 
-def training_words(vocabulary: Iterable[str]) -> list[str]:
-    """Those of the words that may stand in training passages: none that validation or test may draw."""
-    kept = {w.lower() for (part, _), pool in _SPLIT.items() if part != "train" for w in pool}
-    return sorted({w for w in vocabulary if w not in kept and _in_part(w, "train")})
+def words_of(part: Part, vocabulary: Iterable[str]) -> list[str]:
+    """Those of the words that may stand in passages of the part: none that another part may draw."""
+    kept = {w.lower() for (other, _), pool in _SPLIT.items() if other != part for w in pool}
+    return sorted({w for w in vocabulary if w not in kept and _in_part(w, part)})
 
 
 def _value(rng: random.Random, part: Part, pool: str, wide: Sequence[str]) -> str:
@@ -326,13 +322,21 @@ def _name(rng: random.Random, part: Part, kind: str) -> str:
     return first if rng.random() < 0.4 else f"{first} {_coined(rng, part)}"
 
 
-def _items(rng: random.Random, facts: list[Fact], part: Part) -> tuple[Item, ...]:
+def _sort(value: str, wide: frozenset[str]) -> str:
+    if value.isdigit():
+        return "number"
+    if value in _KNOWN:
+        return "word"
+    return "odd word" if value.lower() in wide else "invented name"
+
+
+def _items(rng: random.Random, facts: list[Fact], part: Part, wide: frozenset[str]) -> tuple[Item, ...]:
     items = []
     for name, attribute, value in facts:
         wording = rng.choice(attribute.asks if part == "test" else attribute.asks[:-1])
         rivals = tuple(v for _, a, v in facts if v != value and a.pool == attribute.pool)
         new = wording == attribute.asks[-1]
-        items.append(Item(wording.format(s=name), attribute.label, value, rivals, new))
+        items.append(Item(wording.format(s=name), attribute.label, value, rivals, new, _sort(value, wide)))
     rng.shuffle(items)
     return tuple(items)
 

@@ -125,7 +125,7 @@ class Recipe:
     weight_decay: float = 0.0
     clip: float = 1.0
     calibrate: int = 12
-    """Contexts read for the mean and deviation of KV."""
+    """Contexts read for the mean and deviation of KV; 0 leaves those that the fuser has."""
     batch: int = 1
     """Lessons in a step."""
     decay: Literal["cosine", "linear"] = "cosine"
@@ -211,7 +211,7 @@ class Trainer:
         """When, and at which step, this process went to work."""
         if self._began is None:
             self._began = time.monotonic(), self.step
-            if self.step == 0 and self.team.rank == 0:
+            if self.step == 0 and self.recipe.calibrate and self.team.rank == 0:
                 self._calibrate()
             self.team.follow(list(self.fuser.net.state_dict().values()))
         return self._began

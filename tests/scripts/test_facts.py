@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from scripts.facts import FORMS, Form, Part, passage, training_words
+from scripts.facts import FORMS, Form, Part, passage, words_of
 
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
@@ -32,15 +32,17 @@ def test_parts_share_no_value() -> None:
 
 
 def test_wide_words_keep_the_parts_apart() -> None:
-    """Words of validation and test are taken out of a vocabulary before training passages may use it."""
-    held = {i.value for part in PARTS[1:] for seed in range(200) for i in passage(seed, part).items}
-    words = [v for v in held if v.isalpha() and v.islower()]
-    assert words
-    wide = training_words([*words, *(f"plain{i}" for i in range(50))])
-    assert not set(wide) & held
-    assert 20 < len(wide) < 50
-    drawn = [passage(seed, "train", wide=wide) for seed in range(20)]
-    assert any(i.value.lower() in wide for p in drawn for i in p.items)
+    """Words of a vocabulary go to one part each, and to none that draws them from a pool in another."""
+    drawn = {part: {i.value for seed in range(200) for i in passage(seed, part).items} for part in PARTS}
+    pools = {part: {v for v in drawn[part] if v.isalpha() and v.islower()} for part in PARTS}
+    vocabulary = [*set.union(*pools.values()), *(f"plain{i}" for i in range(90))]
+    wide = {part: words_of(part, vocabulary) for part in PARTS}
+    for a, b in itertools.permutations(PARTS, 2):
+        assert not set(wide[a]) & (set(wide[b]) | pools[b])
+    for part in PARTS:
+        items = [i for seed in range(20) for i in passage(seed, part, wide=wide[part]).items]
+        assert {i.value.lower() in wide[part] for i in items if i.sort == "odd word"} == {True}
+        assert {i.sort for i in items} == {"number", "word", "odd word", "invented name"}
 
 
 def test_new_wordings_are_asked_in_the_test_part_only() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.train_smol_reader import RECEIVER, SHARER, accuracy, case
-from workers.fusers.lite import LiteFuser
+from scripts.prove_bundled import Kept, Parts, ask_together
+from scripts.questions import asked
 from workers.loader import Loader
-from workers.pairs import fingerprint, read_pair, read_report, shape_recipe
-from workers.verify import Case
+from workers.pairs import read_report
+from workers.verify_cli import hold
 
 PAIR = Path(__file__).parents[2] / "pairs" / "smol-reader"
 
@@ -18,22 +18,12 @@ PAIR = Path(__file__).parents[2] / "pairs" / "smol-reader"
 @pytest.mark.real_model
 def test_it_reads_for_another() -> None:
     """With the document's KV unseen questions are answered; with another document's KV hardly any."""
-    loader = Loader("cpu")
-    sharer, receiver = loader.load(SHARER), loader.load(RECEIVER)
-    fuser = LiteFuser.from_folder(PAIR, receiver.dtype)
-    cases = [case(sharer.tokenizer, seed, "test", subjects=1) for seed in range(1000, 1004)]
-    other = [Case(cases[i - 1].context, c.questions) for i, c in enumerate(cases)]
-    assert accuracy(sharer, receiver, fuser, cases) >= 0.3
-    assert accuracy(sharer, receiver, fuser, other) <= 0.1
+    held, _ = hold(PAIR, Loader("cpu"))
+    items = [item for seed in range(1000, 1003) for item in asked(seed, "test", (), subjects=1)]
+    measured = ask_together(Parts.of(held), items, ("cache", "shuffled"), Kept())
+    assert sum(measured.right("cache")) / len(items) >= 0.4
+    assert sum(measured.right("shuffled")) / len(items) <= 0.1
     report = read_report(PAIR)
     assert report is not None
-    pair = read_pair(PAIR)
-    assert report.fingerprint == fingerprint(
-        sharer.identity,
-        receiver.identity,
-        kind="lite",
-        digest=pair.fuser.digest,
-        mode=pair.mode,
-        scope=pair.scope,
-        recipe=shape_recipe(fuser.shape),
-    )
+    assert report.fingerprint == held.state.fingerprint
+    assert held.state.verdict == "verified"

@@ -50,6 +50,17 @@ def test_it_learns() -> None:
         assert answers(receiver, kv, [a.rest for a in batch], 4) == [list(a.answer[:-1]) for a in batch]
 
 
+def test_training_goes_on_with_the_scale_it_has() -> None:
+    """Without contexts to calibrate on, mean and deviation of a fuser that was trained before stay as they are."""
+    sharer, receiver = tiny_pair()
+    fuser = untrained(sharer, receiver)
+    Trainer(sharer, receiver, fuser, lesson, Recipe(steps=1, calibrate=3)).run()
+    mean, deviation = fuser.net.mean.clone(), fuser.net.deviation.clone()
+    Trainer(sharer, receiver, fuser, lambda i: lesson(i + 3), Recipe(steps=1, calibrate=0)).run()
+    assert torch.equal(fuser.net.mean, mean)
+    assert torch.equal(fuser.net.deviation, deviation)
+
+
 def test_models_stay_frozen() -> None:
     """Training changes the fuser, and no weight of sharer or receiver."""
     sharer, receiver = tiny_pair()
