@@ -71,14 +71,20 @@ NAMED: dict[str, dict[str, str]] = {
         "tags do not choose deployments": "enable_tag_filtering tag_filtering_match_any tag_routing_prefix",
         "write it into each entry's litellm_params": "default_litellm_params max_retries weights",
         "answers are not cached; see `store` for KV reuse": "cache_responses caching_groups cache_kwargs",
-        "conversations stay by `sticky` of the tenant": "deployment_affinity_ttl_seconds model_group_affinity_config",
+        "conversations stay by `sticky` of the tenant": (
+            "deployment_affinity_ttl_seconds model_group_affinity_config session_affinity_repin_on_failover"
+        ),
         "connections are kept by the router itself": "client_ttl",
-        "health follows from real calls": "enable_health_check_routing health_check_staleness_threshold",
+        "health follows from real calls": (
+            "enable_health_check_routing health_check_staleness_threshold health_check_ignore_transient_errors "
+            "background_health_check_model_groups"
+        ),
         "see `log`": "set_verbose debug_level",
         "there is no queue of requests": "default_priority polling_interval",
         "not part of this router": (
             "routing_groups enable_weighted_failover alerting_config assistants_config search_tools "
-            "router_general_settings ignore_invalid_deployments enable_pre_call_check fallback_on_unsupported_params"
+            "router_general_settings ignore_invalid_deployments enable_pre_call_check fallback_on_unsupported_params "
+            "enable_mid_stream_fallback_continuation auto_router_capability_limit"
         ),
     },
     "litellm_settings": {
@@ -214,7 +220,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "router_settings": {
         "the budget would not hold": "provider_budget_config",
-        "requests would run without this check": "guardrail_list",
+        "requests would run without this check": "guardrail_list plugins fallback_access_check fallback_budget_check",
     },
     "litellm_settings": {
         "requests would run without this check": (

@@ -185,6 +185,7 @@ LITELLM = importlib.util.find_spec("litellm")
     [
         ("general_settings", "proxy/_types.py", "ConfigGeneralSettings"),
         ("router_settings", "types/router.py", "UpdateRouterConfig"),
+        ("router_settings", "router.py", "_router_init"),
     ],
 )
 def test_every_key_of_litellm_is_in_the_table(scope: str, file: str, name: str) -> None:
@@ -192,8 +193,11 @@ def test_every_key_of_litellm_is_in_the_table(scope: str, file: str, name: str) 
     assert LITELLM is not None
     assert LITELLM.origin is not None
     tree = ast.parse(Path(LITELLM.origin).with_name(file.split("/")[0]).joinpath(*file.split("/")[1:]).read_text())
-    [found] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
-    keys = {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name]
+    if isinstance(found, ast.FunctionDef):
+        keys = {a.arg for a in found.args.args + found.args.kwonlyargs} - {"self", "model_list", "_host"}
+    else:
+        keys = {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     assert len(keys) > 10
     assert keys - {row.key for row in TABLE if row.scope == scope} == set()
 
