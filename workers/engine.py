@@ -1,10 +1,11 @@
 """The engine: one thread that owns the device, and a running batch that requests join and leave.
 
 Each turn of the loop gives every running answer its next token, then reads one chunk of a long prompt, or as many short
-ones as fit into a chunk. So prompts delay running answers by one chunk at most, and an answer that ends frees its place
-at once. Between tenants the device's time is shared by weight (`shares`): who has used less begins first and reads
-first, and meanwhile the answers of those who have used more pause; what runs for them is given up at the next layer.
-While an answer of theirs runs, prompts of those who have used more take half of the time at most.
+ones as fit into a chunk, those of one tenant in one forward. So prompts delay running answers by one chunk at most, and
+an answer that ends frees its place at once. Between tenants the device's time is shared by weight (`shares`): who has
+used less begins first and reads first, and meanwhile the answers of those who have used more pause; what runs for them
+is given up at the next layer. While an answer of theirs runs, prompts of those who have used more take half of the time
+at most.
 The engine knows runtimes and token ids; it knows no HTTP and no message format.
 
 An unexpected error ends the thread and with it the process: whoever supervises the worker starts it anew, which is
@@ -32,7 +33,7 @@ from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoade
 from workers.loader import Loaded
 from workers.meter import Meter
 from workers.packed import Packer
-from workers.plain import PlainDecoder, plain_decoder
+from workers.plain import Chunk, PlainDecoder, plain_decoder
 from workers.prompt import Prompt
 from workers.protocol import Run
 from workers.response import Response
@@ -132,6 +133,8 @@ class Job:
     steps: Steps[Prefilled] | None = None
     asks: int = 0
     """Tokens that its next step computes."""
+    chunk: Chunk | None = None
+    """That step, where it may be made in one forward with others'."""
     given_up: int = 0
     """Times in a row that this step was given up."""
     spent: Spent | None = None
@@ -484,18 +487,67 @@ class Engine:
             job = next(self._reading.heads())
             if (left is not None and job.asks > left) or self._reading_pauses(job):
                 return
-            left = (job.runtime.chunk if left is None else left) - job.asks
-            if not self._read_on(job):
+            left = job.runtime.chunk if left is None else left
+            jobs = self._read_beside(job, left)
+            left -= sum(each.asks for each in jobs)
+            decoder = self._reads(job)
+            if decoder is not None:
+                self._read_together(jobs, decoder)
+            elif not self._read_on(job):
                 return
 
-    def _read_on(self, job: Job) -> bool:
-        """One step of one prompt. False when others must have their turn before the next."""
+    def _reads(self, job: Job) -> PlainDecoder | None:
+        """What makes the job's next step, where that may be one with others'."""
+        return None if job.chunk is None else self._plain.get(id(job.chunk.loaded.model))
+
+    def _read_beside(self, job: Job, left: int) -> list[Job]:
+        """The job, and those behind it on its account that can be read in one forward with it, of `left` tokens in all.
+        Others' would delay its first token.
+        """
+        jobs, decoder = [job], self._reads(job)
+        left -= job.asks
+        for other in self._reading.of(job.account) if decoder is not None else ():
+            if other is job:
+                continue
+            # What may come from the store first; a long prompt takes no memory before its turn.
+            if not other.asks and not other.polls and len(other.request.prompt) <= left:
+                self._read_on(other)
+            if not 0 < other.asks <= left or self._reads(other) is not decoder:
+                break
+            jobs.append(other)
+            left -= other.asks
+        return jobs
+
+    def _read_together(self, jobs: list[Job], decoder: PlainDecoder) -> None:
+        """One forward for the next step of them all, then each goes on by itself."""
+        chunks = [job.chunk for job in jobs if job.chunk is not None]
+        began, patient = self._clock(), max(job.given_up for job in jobs) < _PATIENCE
+        try:
+            with interruptible(lambda: patient and self._overtaken({jobs[0].account})):
+                decoder.read(chunks)
+        except Interrupted:
+            for job in jobs:
+                job.given_up += 1
+                self._charge(job, (self._clock() - began) / len(jobs))
+            return
+        took = self._clock() - began
+        tokens = sum(len(chunk.ids) for chunk in chunks)
+        for job, chunk in zip(jobs, chunks, strict=True):
+            chunk.seconds = took * len(chunk.ids) / tokens
+            self._read_on(job, chunk.seconds)
+        self._read_s = took
+
+    def _read_on(self, job: Job, before: float = 0.0) -> bool:
+        """One step of one prompt, for which the device has worked `before` seconds. False when others must have their
+        turn before the next.
+        """
         if job.steps is None:
             raise AssertionError("a job that is read has steps")
-        began = self._clock()
+        began = self._clock() - before
+        job.chunk = None
         try:
             with interruptible(lambda: job.given_up < _PATIENCE and self._overtaken({job.account})):
-                asks = next(job.steps)
+                coming = next(job.steps)
         except StopIteration as end:
             self._has_read(job, self._clock() - began)
             self._reading.remove(job)
@@ -506,8 +558,12 @@ class Engine:
             return True
         self._has_read(job, self._clock() - began)
         job.given_up = job.given_up + 1 if self._gave_way else 0
-        job.asks, job.polls = asks or 0, asks is None
-        return asks is not None
+        if isinstance(coming, Chunk):
+            job.chunk, job.asks = coming, len(coming.ids)
+        else:
+            job.asks = coming or 0
+        job.polls = coming is None
+        return coming is not None
 
     def _has_read(self, job: Job, seconds: float) -> None:
         self._charge(job, seconds)

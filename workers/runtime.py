@@ -29,6 +29,7 @@ from workers.fusers.base import Fuser, KVShape
 from workers.fusers.several import JointFuser
 from workers.keys import Scope, Space
 from workers.loader import Loaded, shallow
+from workers.plain import Chunk
 from workers.prompt import Message, Prompt, chat_prompt, text_prompt
 from workers.store import Claim, KVStore
 
@@ -42,9 +43,9 @@ Source = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 """What a sharer reads in place of its ids, as many of them; None: it says nothing, its KV is zero."""
 
 T = TypeVar("T")
-Steps = Generator[int | None, None, T]
-"""Work in chunks, with its result at the end. Yields, before it computes them, how many tokens come next; None where
-it only lets others go on."""
+Steps = Generator[int | Chunk | None, None, T]
+"""Work in chunks, with its result at the end. Yields, before it computes them, how many tokens come next, or the chunk
+itself where others may read it; None where it only lets others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +240,17 @@ class Reader:
         logits = torch.empty(0)
         while into.seen < len(ids):
             end = min(len(ids), (into.seen // self.chunk + 1) * self.chunk)
-            yield end - into.seen
-            began = time.perf_counter()
             into.gives_way = True
-            with suppress(Interrupted):
-                logits = self._forward(into, ids[into.seen : end])
-                spent.compute_s += time.perf_counter() - began
+            chunk = Chunk(self.loaded, into, ids[into.seen : end], answers=self.answers)
+            yield chunk
+            if not chunk.done:
+                began = time.perf_counter()
+                with suppress(Interrupted):
+                    chunk.logits = self._forward(into, chunk.ids)
+                    chunk.seconds = time.perf_counter() - began
             into.gives_way = False
+            logits = logits if chunk.logits is None else chunk.logits
+            spent.compute_s += chunk.seconds
         return logits
 
     def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:

@@ -90,6 +90,10 @@ class Line(Generic[J]):
             del self._waiting[job.account]
         return True
 
+    def of(self, account: str) -> list[J]:
+        """Those of one account, in order of arrival."""
+        return list(self._waiting.get(account, []))
+
     def heads(self) -> Iterator[J]:
         """The first of each account, in whose turn it is; of equals, the account that has waited here longer."""
         for account in sorted(self._waiting, key=self._shares.used):

@@ -6,15 +6,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from workers.buffers import Interrupted, interruptible
+from workers.config import ModelConfig
 from workers.engine import Batch, Choice, Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, PromptTooLong
-from workers.loader import Loaded
+from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
 from workers.runtime import Alone, Prefilled, Steps
 from workers.sampling import Sampling
@@ -426,3 +428,31 @@ def test_an_answer_takes_no_more_memory_than_it_may_grow_into(tiny: Loaded) -> N
     assert asked.all()
     assert batch.rows.slots == 1408  # 1300 in steps of 128; twice 1152 would be beyond the context
     engine.close()
+
+
+def test_short_prompts_of_one_account_are_read_in_one_forward(tiny_folder: Path) -> None:
+    """Five prompts become one row of tokens, another account's stays apart, and what begins alike is answered alike:
+    texts are those of `generate`, device time is shared by tokens."""
+    tiny = Loader("cpu").load(ModelConfig(name="tiny", model=str(tiny_folder)))
+    cases = [(some_ids(7 + 3 * i, i), 6 + i) for i in range(5)]
+    expected = [tiny.tokenizer.decode(generate(tiny, ids, n), skip_special_tokens=True) for ids, n in cases]
+    engine = Engine({"tiny": Alone("tiny", tiny, None, 512)}, max_running=8, threads=1)
+    forwards: list[int] = []
+    with torch.inference_mode():
+        first = Asked(engine, some_ids(5), max_tokens=1)
+        engine.turn()
+        assert isinstance(first.all()[-1], Done)
+        tiny.model.get_decoder().embed_tokens.register_forward_hook(
+            lambda _m, given, _out: forwards.append(len(given[0]))
+        )
+        asked = [Asked(engine, ids, max_tokens=n) for ids, n in cases]
+        apart = Asked(engine, some_ids(20), max_tokens=3, account="another")
+        engine.turn()
+        assert sorted(forwards) == [20, sum(len(ids) for ids, _ in cases)]
+        while engine.load() != (0, 0):
+            engine.turn()
+    assert apart.text()
+    ends = [one.all() for one in asked]
+    assert ["".join(e.text for e in end if isinstance(e, Text)) for end in ends] == expected
+    runs = [end[-1].run for end in ends if isinstance(end[-1], Done)]
+    assert all(0 < run.device_ms <= run.prefill_ms + run.decode_ms for run in runs)
