@@ -51,7 +51,7 @@ _TELL_EVERY = 60.0
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Learning rate. Default: the fuser's own.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--rank", type=click.IntRange(0), default=48, show_default=True, help="Of a lite fuser.")
-@click.option("--muon", type=click.FloatRange(0, min_open=True), help="Rate of matrices. Default: the fuser's own.")
+@click.option("--muon", type=click.FloatRange(0), help="Rate of matrices; 0: AdamW's. Default: the fuser's own.")
 @click.option(
     "--hidden", type=click.IntRange(0), default=0, show_default=True, help="Of a lite fuser's block; 0: none."
 )
@@ -137,7 +137,7 @@ def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
         batch=options["batch"],
         rate=options["rate"] or 0.0,
         rank=options["rank"],
-        muon=options["muon"] or 0.0,
+        muon=options["muon"],
         hidden=options["hidden"],
         last=options["last"],
         width=options["width"],

@@ -65,9 +65,9 @@ class Plan:
     seed: int = 0
     batch: int = 1
     rate: float = 0.0
-    """0 takes the kind's own: 1e-4 for c2c, 2.5e-4 for lite."""
-    muon: float = 0.0
-    """Rate of matrices by Muon; 0 takes the kind's own: the general lite network's 0.02, none for the others."""
+    """0 takes the kind's own: 1e-4 for c2c, 2.5e-4 for lite's first network, 1e-2 for the general one."""
+    muon: float | None = None
+    """Rate of matrices by Muon; 0 leaves them to AdamW, None takes the kind's own: 0.02 in general lite."""
     rank: int = 48
     """Of lite."""
     hidden: int = 0
@@ -98,7 +98,8 @@ class Plan:
         recipe = Recipe(self.steps, rate=self.rate or 2.5e-4, warmup=warmup, batch=self.batch, seed=self.seed)
         if not general:
             return recipe
-        return replace(recipe, rate=self.rate or 1e-2, muon=self.muon or 2e-2, calibrate=64)
+        muon = 2e-2 if self.muon is None else self.muon
+        return replace(recipe, rate=self.rate or 1e-2, muon=muon, calibrate=64)
 
 
 @dataclass(frozen=True, slots=True)
