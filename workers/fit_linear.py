@@ -32,6 +32,7 @@ from workers.fusers.rope import unrotate
 from workers.greedy import read
 from workers.loader import Loaded
 from workers.pairs import FuserInfo, PairFile
+from workers.prompt import render
 from workers.train import publish
 
 _HELD_OUT_EVERY = 8
@@ -94,10 +95,13 @@ class Fitted:
 
 
 def encoded(tokenizer: Any, texts: Iterable[str | Sequence[dict[str, Any]]], most: int = 512) -> Iterator[list[int]]:
-    """Ids of texts and chats, the latter through the template; each cut to `most` tokens, and empty ones left out."""
+    """Ids of texts and chats, the latter through the template; each cut to `most` tokens, and empty ones left out.
+
+    Raises BadPrompt where the template refuses a chat.
+    """
     for text in texts:
         if not isinstance(text, str):
-            text = str(tokenizer.apply_chat_template(list(text), tokenize=False))
+            text = render(tokenizer, list(text), {}, generation=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(text)["input_ids"]

@@ -109,7 +109,7 @@ class Chosen:
 def read_items(file: Path) -> list[Item]:
     """Raises LoadFailed, naming the line and what is wrong with it."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise LoadFailed(f"{file}: cannot be read ({error})") from error
     items = [_item(f"{file}:{number}", line) for number, line in _lines(text)]
@@ -131,10 +131,10 @@ def _item(where: str, line: str) -> Item:
     if bool(found.messages) == bool(found.question):
         raise LoadFailed(f"{where}: either messages or a question is expected")
     answers = (found.answer,) if isinstance(found.answer, str) else found.answer
-    answers = tuple(a for a in answers if a)
+    answers = tuple(a for a in answers if a.strip())
     messages = found.messages or _asked(found)
     if found.messages and messages[-1].role == "assistant":
-        answers = answers or (messages[-1].content,)
+        answers = answers or tuple(m.content for m in messages[-1:] if m.content.strip())
         messages = messages[:-1]
     if not messages or messages[-1].role != "user":
         raise LoadFailed(f"{where}: the message before the answer must be the user's")

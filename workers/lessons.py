@@ -11,7 +11,7 @@ from workers.errors import BadPrompt, LoadFailed
 from workers.fusers.c2c import Strategy
 from workers.items import Item
 from workers.matching import Matcher
-from workers.prompt import Heard, chat_ids
+from workers.prompt import Heard, chat_ids, refuse_control_tokens, render
 from workers.train import AlignedLesson, Ask, Lesson
 
 T = TypeVar("T")
@@ -29,9 +29,9 @@ def lessons_of(
     options: Mapping[str, bool],
     matcher: Matcher | None = None,
 ) -> list[Lesson]:
-    """Questions about one context share a lesson. What is longer than `most` tokens, has nothing to share, or cannot be
-    matched is left out. `options` are the chat template's; a `matcher` reads for a sharer with another tokenizer.
-    Raises LoadFailed where nothing is left.
+    """Questions about one context share a lesson. What is longer than `most` tokens, has nothing to share, cannot be
+    matched, or would not be served is left out. `options` are the chat template's; a `matcher` reads for a sharer with
+    another tokenizer. Raises LoadFailed where nothing is left.
     """
     by_context: dict[tuple[tuple[int, ...], Heard | None], list[Ask]] = {}
     why = ""
@@ -39,11 +39,12 @@ def lessons_of(
         if not item.answers:
             continue
         try:
+            refuse_control_tokens(tokenizer, [*item.chat, {"role": "assistant", "content": item.answers[0]}])
             prompt = chat_ids(tokenizer, item.chat, **options) if matcher is None else matcher.match(item.chat)
+            answer = answer_ids(tokenizer, item, options)
         except BadPrompt as error:
             why = f" ({error})"
             continue
-        answer = answer_ids(tokenizer, item, options)
         # In the scope `prompt` all but the last token is shared.
         shared = len(prompt) - 1 if scope == "prompt" else prompt.context
         longest = max(len(prompt) + len(answer), len(prompt.heard.ids) if prompt.heard else 0)
@@ -86,14 +87,22 @@ def aligned_lessons(
 
 
 def answer_ids(tokenizer: Any, item: Item, options: Mapping[str, bool]) -> list[int]:
-    """The first right answer and what ends it: as the chat template writes it, else the tokenizer's own end."""
-    before = tokenizer.apply_chat_template(item.chat, tokenize=False, add_generation_prompt=True, **options)
+    """The first right answer and what ends it: as the chat template writes it, else the tokenizer's own end.
+
+    Raises BadPrompt where the template refuses it.
+    """
+    before = render(tokenizer, item.chat, options, generation=True)
     told = [*item.chat, {"role": "assistant", "content": item.answers[0]}]
-    whole = str(tokenizer.apply_chat_template(told, tokenize=False, **options)).rstrip()
+    whole = render(tokenizer, told, options, generation=False).rstrip()
     text = whole[len(before) :] if whole.startswith(before) else ""
     if not text.startswith(item.answers[0]) or text == item.answers[0]:
         text = item.answers[0] + (tokenizer.eos_token or "")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def questions_in(lesson: Lesson | AlignedLesson) -> int:
+    """Items that it is made of."""
+    return 1 if isinstance(lesson, AlignedLesson) else sum(map(len, lesson.batches))
 
 
 class Shuffled(Generic[T]):

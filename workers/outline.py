@@ -58,6 +58,10 @@ class Outline:
     rows: int
     """Of its embedding."""
     parameters: int
+    body: int
+    """Parameters without embeddings."""
+    head: int
+    """Numbers of the output embedding."""
     config: str
     """Digest of its config: equal for models that differ in weights only."""
     vocabulary: Vocabulary
@@ -69,6 +73,7 @@ def outline(config: ModelConfig) -> Outline:
     hf, tokenizer = _read(config.model, place)
     text = hf.get_text_config()
     refusal = _refusal(hf, text, config.model)
+    parameters, body, head = (0, 0, 0) if refusal else _parameters(hf, config.model)
     return Outline(
         source=config.model,
         kind=str(hf.model_type),
@@ -77,7 +82,9 @@ def outline(config: ModelConfig) -> Outline:
         rope=_rope(text),
         context=int(getattr(text, "max_position_embeddings", None) or 0),
         rows=int(text.vocab_size),
-        parameters=0 if refusal else _parameters(hf, config.model),
+        parameters=parameters,
+        body=body,
+        head=head,
         config=digest_of({k: v for k, v in json.loads(hf.to_json_string(use_diff=False)).items() if k not in _NOISE}),
         vocabulary=Vocabulary(
             tokens=tokenizer.get_vocab(),
@@ -117,7 +124,8 @@ def _rope(text: Any) -> str:
     return f"{named if part == 1.0 else f'partial ({part:g})'} RoPE, theta {found['rope_theta']:g}"
 
 
-def _parameters(config: Any, source: str) -> int:
+def _parameters(config: Any, source: str) -> tuple[int, int, int]:
+    """All, those without embeddings, and those that make logits."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -126,4 +134,6 @@ def _parameters(config: Any, source: str) -> int:
             model = auto.from_config(config)
     except (ValueError, KeyError) as error:
         raise LoadFailed(f"{source}: no decoder model is known for its config ({type(error).__name__})") from error
-    return sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    read, made = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return total, total - read.numel() - (0 if made is read else made.numel()), made.numel()

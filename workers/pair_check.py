@@ -1,7 +1,6 @@
 """Can two models be a pair, how, and at what cost? From configs and tokenizers alone; `twolane pair check`.
 
-Costs are estimates. A frozen model costs 2 floating point operations per parameter and token forward, and as many
-again backward to its activations; a trained one 6. So a token of training costs 2·sharer + 4·receiver + 6·fuser.
+What training costs is an estimate (`workers.train_cost`), at a speed that is measured here unless it is told.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from workers.fusers.projector import ProjectorShape, last_aligned
 from workers.loader import DTYPES
 from workers.memory import kv_bytes, projector_parameters
 from workers.outline import Outline, outline
+from workers.train_cost import Kind, Sizes, Tokens, cost, speed_here
 from workers.vocabulary import Overlap, compare
 
 OFFICIAL_TOKENS = 200_000_000
 """The official recipe's 500 000 conversations, taken as 400 tokens each."""
 TFLOPS = 10.0
-"""At 10 the official recipe takes the 35 hours that were measured for it on one A100."""
+"""That training reaches on one A100 or so."""
 LITE_RANK = 48
 """As in the bundled pair."""
 LINEAR_TOP = 3
@@ -66,7 +66,10 @@ class Option:
     bytes: int = 0
     """In the dtype it is run in."""
     train_flops_per_token: int = 0
+    """Mean over a step of 250 tokens of context and 50 of question and answer, read for the first time."""
     train_hours_per_1m_tokens: float = 0.0
+    train_hours_again: float = 0.0
+    """The same once the KV of the frozen models is kept: further rounds, another seed."""
     train_hours_official: float | None = None
     """Of the official recipe."""
 
@@ -175,7 +178,7 @@ def _c2c(
                     "c2c", "fuse", (), False, f"chats must be aligned, and the {role} has no pad or eos token"
                 )
     parameters = c2c_parameters(source, target)
-    cost = _training(sharer, receiver, parameters, tflops)
+    training = _training("c2c", sharer, receiver, parameters, tflops, own=True)
     return Option(
         "c2c",
         "fuse",
@@ -184,8 +187,8 @@ def _c2c(
         reason,
         parameters,
         parameters * DTYPES[dtype].itemsize,
-        *cost,
-        train_hours_official=cost[1] * OFFICIAL_TOKENS / 1e6,
+        *training,
+        train_hours_official=training[0] * OFFICIAL_TOKENS / (tflops * 1e12) / 3600,
     )
 
 
@@ -216,16 +219,18 @@ def _lite(
     with torch.device("meta"):
         net: LiteNet | MixNet
         if turns and not matched and fits(source, target):
+            own = False
             net = LiteNet(LiteShape(source, target, copied_layers(source, target, None), LITE_RANK))
             reason = reason or "the size is that of handover"
         else:
+            own = True
             reads = (tuple(range(source.layers)),) * target.layers
             net = MixNet(MixShape(source, target, own=True, reads=reads, rank=LITE_RANK))
     parameters = sum(p.numel() for p in net.parameters())
-    cost = _training(sharer, receiver, parameters, tflops)
+    training = _training("lite", sharer, receiver, parameters, tflops, own=own)
     mode = "handover or fuse" if turns else "fuse"
     # It computes in float32, whatever the models do.
-    return Option("lite", mode, ("prompt", "context"), True, reason, parameters, parameters * 4, *cost)
+    return Option("lite", mode, ("prompt", "context"), True, reason, parameters, parameters * 4, *training)
 
 
 def _linear(
@@ -243,10 +248,10 @@ def _linear(
         return Option("linear", mode, (), False, str(error).removeprefix("linear fuser: "))
     parameters = sum(math.prod(size) for size in shape.sizes.values())
     # Nothing is learnt by gradients: both models read, and products of inputs and outputs are summed up.
-    flops = 2 * (sharer.parameters + receiver.parameters)
+    flops = 2 * (sharer.body + receiver.body)
     flops += 4 * target.layers * shape.inputs * (shape.inputs + shape.outputs)
     hours = flops * 1e6 / (tflops * 1e12) / 3600
-    return Option("linear", mode, ("prompt", "context"), True, "", parameters, parameters * 4, flops, hours)
+    return Option("linear", mode, ("prompt", "context"), True, "", parameters, parameters * 4, flops, hours, hours)
 
 
 def _identity(sharer: Outline, receiver: Outline, tokenizers: str) -> Option:
@@ -256,10 +261,19 @@ def _identity(sharer: Outline, receiver: Outline, tokenizers: str) -> Option:
     return Option("identity", "handover", ("prompt",), True, reason)
 
 
-def _training(sharer: Outline, receiver: Outline, fuser: int, tflops: float) -> tuple[int, float]:
-    """(operations per token, hours per million tokens)."""
-    flops = 2 * sharer.parameters + 4 * receiver.parameters + 6 * fuser
-    return flops, flops * 1e6 / (tflops * 1e12) / 3600
+def _training(
+    kind: Kind, sharer: Outline, receiver: Outline, fuser: int, tflops: float, *, own: bool
+) -> tuple[int, float, float]:
+    """(operations per token, hours per million tokens, the same with kept KV)."""
+    tokens = Tokens()
+    found = cost(kind, _sizes(sharer), _sizes(receiver), fuser, tokens, own=own)
+    total = tokens.context + tokens.asked
+    first, again = (found.seconds(tflops * 1e12, kept=kept) / total * 1e6 / 3600 for kept in (False, True))
+    return (found.reading + found.learning) // total, first, again
+
+
+def _sizes(model: Outline) -> Sizes:
+    return Sizes(model.body, model.head, model.shape.layers if model.shape else 0)
 
 
 def told(found: Check) -> str:
@@ -307,11 +321,13 @@ def _told_option(option: Option, found: Check) -> str:
     if not option.parameters:
         return text
     hours = f"{option.train_hours_per_1m_tokens:.2f} h per million tokens"
+    if option.train_hours_again < option.train_hours_per_1m_tokens:
+        hours += f" ({option.train_hours_again:.2f} h once their KV is kept)"
     if option.train_hours_official is not None:
         hours += f", {option.train_hours_official:.1f} h for the official recipe"
     return (
         f"{text}\n{'':<11} {option.parameters / 1e6:.2f} M parameters, {_size(option.bytes)}; training "
-        f"{option.train_flops_per_token / 1e9:.2f} GFLOP per token: {hours}, at {found.tflops:g} TFLOP/s"
+        f"{option.train_flops_per_token / 1e9:.2f} GFLOP per token: {hours}, at {found.tflops:.3g} TFLOP/s"
     )
 
 
@@ -324,10 +340,10 @@ def _size(count: int) -> str:
 @click.argument("receiver")
 @click.option("--dtype", type=click.Choice(sorted(DTYPES)), default="float32", show_default=True)
 @click.option(
-    "--tflops", type=click.FloatRange(0, min_open=True), default=TFLOPS, show_default=True, help="Of training."
+    "--tflops", type=click.FloatRange(0, min_open=True), help="That training reaches. Default: measured here."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def check_command(sharer: str, receiver: str, dtype: str, tflops: float, as_json: bool) -> None:
+def check_command(sharer: str, receiver: str, dtype: str, tflops: float | None, as_json: bool) -> None:
     """Say whether SHARER and RECEIVER can be a pair, how, and at what cost. No weights are read.
 
     Each is a hub id, a folder (weights need not be in it), a GGUF file or package:NAME. Exit status 1 when they cannot
@@ -338,6 +354,7 @@ def check_command(sharer: str, receiver: str, dtype: str, tflops: float, as_json
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
-    found = check(outlines[0], outlines[1], dtype=dtype, tflops=tflops)
+    speed = tflops or speed_here(DTYPES[dtype]) / 1e12
+    found = check(outlines[0], outlines[1], dtype=dtype, tflops=speed)
     click.echo(json.dumps(found.data) if as_json else told(found))
     sys.exit(0 if found.ok else 1)

@@ -6,7 +6,7 @@ A prompt carries the place where its context ends: what stands before the last u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,15 +87,16 @@ def split_context(tokenizer: Any, messages: Sequence[Message], **options: bool) 
 
 def render_split(tokenizer: Any, messages: Sequence[Message], **options: bool) -> tuple[str, str]:
     """Text of what stands before the last user message, and of the rest with the generation prompt."""
-    full = _render(tokenizer, messages, options, generation=True)
+    full = render(tokenizer, messages, options, generation=True)
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
-    before = _render(tokenizer, messages[:last], options, generation=False) if last else ""
+    before = render(tokenizer, messages[:last], options, generation=False) if last else ""
     if not full.startswith(before):
         before = ""
     return before, full[len(before) :]
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], options: dict[str, bool], *, generation: bool) -> str:
+def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, bool], *, generation: bool) -> str:
+    """Text of a chat by the model's template. Raises BadPrompt."""
     if tokenizer.chat_template is None:
         raise BadPrompt("this model has no chat template; use /v1/completions")
     try:

@@ -312,6 +312,7 @@ class Trainer:
             for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(kept)
             self.step, self.smooth = int(state["step"]), float(state["smooth"])
+            self.fuser.train(False)  # digest and gates are those of the weights, also where no step is left
         except (OSError, KeyError, RuntimeError, ValueError) as error:
             raise LoadFailed(f"{file}: no checkpoint of this fuser ({error})") from error
 

@@ -290,6 +290,7 @@ def _data(out: Path, done: Trained, computed: int, found: int) -> dict[str, Any]
         "scope": done.pair.scope,
         "loss": done.loss,
         "resumed_at": done.resumed_at,
+        "left_out": done.left_out,
         "kv_computed": computed,
         "kv_reused": found,
         "seconds": done.pair.training.seconds if done.pair.training else None,
@@ -304,6 +305,8 @@ def _told(out: Path, done: Trained, computed: int, found: int) -> str:
         parts.append(f"loss {done.loss:.3f}")
     if training is not None:
         parts.append(f"{training.seconds:.0f} s")
+    if done.left_out:
+        parts.append(f"{done.left_out} items left out (too long, or nothing to learn from)")
     if computed or found:
         parts.append(f"{computed} texts read by a model, {found} found as kept KV")
     return f"{', '.join(parts)}\nIt is unproven: twolane pair verify {out} --data FILE"

