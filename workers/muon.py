@@ -42,10 +42,12 @@ class Muon(torch.optim.Optimizer):
         momentum = group["momentum"]
         ahead = []
         for matrix in matrices:
-            state = self.state[matrix]
+            state, new = self.state[matrix], matrix.grad
+            if new is None:
+                continue
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(matrix)
-            past, new = state["momentum"], matrix.grad
+            past: Tensor = state["momentum"]
             past.lerp_(new, 1 - momentum)
             ahead.append(torch.lerp(new, past, momentum))
         rows, columns = matrices[0].shape
@@ -63,4 +65,5 @@ def orthogonal(matrices: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if tall else x
+    found: Tensor = x.mT if tall else x
+    return found
