@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,19 +26,21 @@ from PIL import Image
 from router.cli import main
 from workers import pairs
 from workers.asking import Asker
-from workers.config import Fleet, ModelConfig, PairConfig
+from workers.config import Fleet, ModelConfig, PairConfig, RedisConfig, StoreConfig
+from workers.counterfactual import otherwise
 from workers.engine import Engine
 from workers.errors import LoadFailed
 from workers.fusers import c2c_write
 from workers.fusers.c2c import C2CFuser, Official
-from workers.items import Item, Said, digest_of_items, read_items
+from workers.items import LETTERS, Item, Said, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair, with_report
 from workers.pairs import FuserInfo, Interval, Report
 from workers.pictures import picture, png
 from workers.protocol import PairState
-from workers.prove import Measured, Others, compared, f1, mean_interval, measure_pair, report_of, sign_test
+from workers.prove import Others, compared, f1, mean_interval, measure_pair, report_of, sign_test
 from workers.report_text import told
+from workers.store import KVStore
 from workers.train import publish
 from workers.verify import Evidence, judge
 
@@ -46,7 +49,7 @@ DATE = "2026-01-31"
 
 
 def question(i: int) -> dict[str, Any]:
-    choices = [WORDS[(i * k + i // 10) % 10][0] for k in (1, 3, 7)] + [str(i)]
+    choices = [f"{WORDS[(i * k + i // 10) % 10][0]}{k}" for k in (1, 3, 7)] + [str(i)]
     return {"question": f"{i}", "choices": choices, "answer": choices[0], "kind": "ab"[i % 2]}
 
 
@@ -97,17 +100,18 @@ def listen(_: C2CFuser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    held: HeldPair
-    measured: Measured
+    """A planted pair, and what its receiver and it say to every item."""
 
-    def report(self, gold: str, n: int = 100) -> Report:
-        """Right is what the route `gold` said."""
-        items = [
-            replace(item, answers=(answer.text,))
-            for item, answer in zip(self.measured.items, self.measured.answers[gold], strict=True)
-        ][:n]
-        answers = {route: said[:n] for route, said in self.measured.answers.items()}
-        return report_of(self.held, replace(self.measured, items=items, answers=answers), date=DATE)
+    folder: Path
+    held: HeldPair
+    letters: dict[str, list[str]]
+
+    def verify(self, gold: str, n: int, out: Path) -> tuple[int, Report]:
+        """By the command, on items whose right answer is what the route `gold` said. Returns its exit status too."""
+        said = zip(ROWS[:n], self.letters[gold], strict=False)
+        rows = [row | {"answer": row["choices"][LETTERS.index(letter)]} for row, letter in said]
+        done = command(self.folder, "--data", written(out / "gold.jsonl", rows), "--no-relay", "--json", "--out", out)
+        return done.exit_code, msgspec.json.decode(done.stdout, type=Report)
 
 
 @pytest.fixture(scope="module")
@@ -124,26 +128,31 @@ def held_pair(folder: Path, sharer: Loaded, receiver: Loaded) -> HeldPair:
     return hold_pair(Fleet(models=(), pairs=(config,)), config, Loader("cpu"), None, 64)
 
 
+def case(folder: Path, sharer: Loaded, receiver: Loaded, items: list[Item], asker: Asker) -> Case:
+    held = held_pair(folder, sharer, receiver)
+    routes = {"receiver": otherwise(held.runtime, "receiver", None), "cache": held.runtime}
+    letters = {name: [asker.ask(route, item).text for item in items] for name, route in routes.items()}
+    return Case(folder, held, letters)
+
+
 @pytest.fixture(scope="module")
 def listening(
     tmp_path_factory: pytest.TempPathFactory, tiny: Loaded, other: Loaded, items: list[Item], asker: Asker
 ) -> Case:
-    held = held_pair(planted(tmp_path_factory.mktemp("pair") / "listening", tiny, other, listen), tiny, other)
-    return Case(held, measure_pair(held, items, asker, relay=False))
+    return case(planted(tmp_path_factory.mktemp("pair") / "listening", tiny, other, listen), tiny, other, items, asker)
 
 
 @pytest.fixture(scope="module")
 def deaf(
     tmp_path_factory: pytest.TempPathFactory, tiny: Loaded, other: Loaded, items: list[Item], asker: Asker
 ) -> Case:
-    held = held_pair(planted(tmp_path_factory.mktemp("pair") / "deaf", tiny, other, deafen), tiny, other)
-    return Case(held, measure_pair(held, items, asker, relay=False))
+    return case(planted(tmp_path_factory.mktemp("pair") / "deaf", tiny, other, deafen), tiny, other, items, asker)
 
 
-def test_a_harmful_sharer_is_harmful(listening: Case) -> None:
+def test_a_harmful_sharer_is_harmful(listening: Case, tmp_path: Path) -> None:
     """Noise fused into a receiver that knew the answers: the gain is proven to be negative, and counted as harm."""
-    report = listening.report("receiver")
-    assert (report.verdict, report.n) == ("harmful", 100)
+    status, report = listening.verify("receiver", 100, tmp_path)
+    assert (status, report.verdict, report.n) == (1, "harmful", 100)
     assert "worse than its own receiver" in report.reason
     assert report.harm is not None
     assert report.gain is not None
@@ -155,25 +164,30 @@ def test_a_harmful_sharer_is_harmful(listening: Case) -> None:
     assert report.gates == "BBB"
 
 
-def test_an_adapter_is_adapter_only(deaf: Case) -> None:
+def test_an_adapter_is_adapter_only(deaf: Case, tmp_path: Path) -> None:
     """It is right where its receiver is not, and just as right with another's KV or none."""
-    report = deaf.report("cache")
+    status, report = deaf.verify("cache", 100, tmp_path)
     assert report.gain is not None
     assert report.gain.low > 0.2
     assert report.accuracy["shuffled"].value == report.accuracy["zero"].value == 1.0
-    assert (report.verdict, "shuffled" in report.reason) == ("adapter-only", True)
+    assert (status, report.verdict, "shuffled" in report.reason) == (1, "adapter-only", True)
 
 
-def test_fifteen_perfect_items_are_unproven(listening: Case) -> None:
-    """However right, too few questions prove nothing."""
-    report = listening.report("cache", 15)
+def test_fifteen_perfect_items_are_unproven(listening: Case, tmp_path: Path) -> None:
+    """However right, too few questions prove nothing; a worker says so of the pair."""
+    status, report = listening.verify("cache", 15, tmp_path)
     assert report.accuracy["cache"].value == 1.0
-    assert (report.verdict, report.reason) == ("unproven", "15 questions; at least 100 are needed")
+    assert (status, report.verdict, report.reason) == (1, "unproven", "15 questions; at least 100 are needed")
+    served = shutil.copytree(listening.folder, tmp_path / "served")
+    shutil.copyfile(tmp_path / "report.json", served / "report.json")
+    state = held_pair(served, listening.held.runtime.sharer, listening.held.runtime.decoder).state  # type: ignore[attr-defined]
+    assert (state.verdict, state.verdict_reason) == (report.verdict, report.reason)
 
 
-def test_a_listening_pair_differs_from_its_controls(listening: Case) -> None:
+def test_a_listening_pair_differs_from_its_controls(listening: Case, items: list[Item], asker: Asker) -> None:
     """Another text's KV changes what it says, and so do silence and the receiver alone."""
-    said = {route: [a.text for a in answers] for route, answers in listening.measured.answers.items()}
+    measured = measure_pair(listening.held, items[:20], asker, relay=False)
+    said = {route: [a.text for a in answers] for route, answers in measured.answers.items()}
     assert set(said) == {"receiver", "sharer", "cache", "zero", "shuffled"}
     assert all(said[route] != said["cache"] for route in ("receiver", "zero", "shuffled"))
     assert {text for texts in said.values() for text in texts} <= set("ABCD")
@@ -342,10 +356,39 @@ def test_what_cannot_be_measured_is_refused(listening: Case, asker: Asker) -> No
             measure_pair(listening.held, few, asker)
 
 
-def test_the_report_names_its_data(listening: Case, items: list[Item]) -> None:
+def test_the_report_names_its_data(listening: Case, items: list[Item], asker: Asker) -> None:
     """Its digest is that of the items asked, so that a reader can tell what was asked."""
-    report = report_of(listening.held, listening.measured, date=DATE, others=Others())
-    assert report.data == digest_of_items(items)
+    measured = measure_pair(listening.held, items[:3], asker, relay=False)
+    report = report_of(listening.held, measured, date=DATE, others=Others())
+    assert report.data == digest_of_items(items[:3])
     assert report.fingerprint == listening.held.state.fingerprint
     assert report.retention is None
     assert picture(report).startswith("<svg")
+
+
+def test_a_report_made_in_half_precision_counts_for_nothing_else(
+    tmp_path: Path, tiny_folder: Path, redis_url: str
+) -> None:
+    """Made in bfloat16 by the command: it counts where the pair runs so, not with KV kept as int8, nor in float32."""
+    half = Loader("cpu").load(ModelConfig(model=str(tiny_folder), dtype="bfloat16"))
+    folder = tmp_path / "twin"
+    publish(folder, "twin", half, half, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
+    data = written(tmp_path / "items.jsonl", [question(i) for i in range(130)])
+    done = command(folder, "--data", data, "--no-relay", "--json")
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert (done.exit_code, report.numerics.split(",")[0]) == (0, "bfloat16")
+
+    def served(dtype: str, codec: str) -> tuple[str, str]:
+        model = ModelConfig.model_validate({"model": str(tiny_folder), "dtype": dtype})
+        config = PairConfig(name="twin", sharer=model, receiver=model, fuser=str(folder))
+        place = StoreConfig.model_validate({"dir": tmp_path / codec, "codec": codec})
+        store = KVStore(place, RedisConfig(url=redis_url))
+        try:
+            state = hold_pair(Fleet(models=(), pairs=(config,)), config, Loader("cpu"), store, 64).state
+        finally:
+            store.close()
+        return state.verdict, state.verdict_reason
+
+    assert served("bfloat16", "exact") == ("verified", report.reason)
+    assert served("bfloat16", "int8") == ("numerics_differ", "proven with exact KV, and stored KV is int8 here")
+    assert served("float32", "exact") == ("numerics_differ", "proven in bfloat16, and this runs in float32")
