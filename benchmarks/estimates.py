@@ -19,9 +19,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from policies.decide import decide
 from policies.facts import DeploymentFacts, Facts, PairFacts, Transport
@@ -164,7 +164,9 @@ class ByPolicy:
     def choose(self, met: dict[Transport, Request], _fits: dict[Transport, bool], rng: random.Random) -> Transport:
         """What `decide` puts first."""
         known = tuple(
-            replace(self.deployments[lane], estimate=self.estimates.predict(lane, **asdict(r)), in_flight=r.queue)
+            structs.replace(
+                self.deployments[lane], estimate=self.estimates.predict(lane, **asdict(r)), in_flight=r.queue
+            )
             for lane, r in met.items()
         )
         r = met["text"]

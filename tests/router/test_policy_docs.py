@@ -6,11 +6,11 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from pydantic import BaseModel
 
 from policies.decide import decide
