@@ -2,7 +2,7 @@
 
 Trains two tiny models with tokenizers of their own for each seed, checks that the relay between them is fair, trains a
 fuser between them, asks all questions about the test entities by every route, and writes `report.json`, `accuracy.svg`
-and `latency.svg` beside this file. About four minutes of CPU for each seed, two seeds at a time. `README.md` says what
+and `latency.svg` beside this file. About ten minutes of CPU for each seed, two seeds at a time. `README.md` says what
 is asked, and what was tried.
 
     --prepare DIR --seed N    only the two models and the JSONL files, for `twolane pair check|train|verify`
@@ -41,7 +41,7 @@ QUICK = Plan(
     seed=0,
     size=Size(entities=8, validation=2, test=2),
     recipe=Recipe(Lessons(12, 700, (0.5, 0.5), batch=8), Lessons(12, 900, (0.5, 0.5), batch=8)),
-    gates=Gates(0.0, 0.0, tries=1),
+    gates=Gates(0.0, 0.0, 0.0, 0.0, tries=1),
 )
 
 

@@ -20,15 +20,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.mini_world.muon import Muon
-from benchmarks.mini_world.world import KINDS, Kind, Question, Role, World
+from benchmarks.mini_world.world import KINDS, Kind, Question, Role, Words, World
 from workers.hint import ASK, END, TELL
+from workers.muon import Muon
 
 _WEIGHTS: dict[tuple[Role, bool], dict[Kind, float]] = {
     ("sharer", False): {"A": 4, "B": 1, "AB": 3, "S": 2},
     ("sharer", True): {"A": 4, "B": 1, "AB": 3, "S": 2},
-    ("receiver", False): {"A": 2, "B": 4, "AB": 3, "S": 2},
-    ("receiver", True): {"A": 5, "B": 2, "AB": 3, "S": 3},
+    ("receiver", False): {"A": 1, "B": 4, "AB": 5, "S": 3},
+    ("receiver", True): {"A": 6, "B": 2, "AB": 5, "S": 2},
 }
 """How often each kind is learnt from, without a hint and with one: what must be known or copied more often than what
 must be guessed.
@@ -41,7 +41,6 @@ _GO = {"sharer": "", "receiver": "<go>"}
 """What makes a model answer. The sharer needs nothing: at the question's last token it knows what it will say, and that
 token is message text, which is what is fused.
 """
-_IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,8 @@ class Lessons:
     vocabulary: int
     hints: tuple[float, float]
     """Share of batches with hints: in the first 40 % of the steps, and after."""
+    drawn: bool = False
+    """Learn one answer drawn from all that are as likely, or all of them at once."""
     batch: int = 64
     matrices: float = 0.02
     """Rate of Muon."""
@@ -63,8 +64,8 @@ class Lessons:
 class Recipe:
     """Of both."""
 
-    sharer: Lessons = Lessons(1000, 700, (0.35, 0.35))
-    receiver: Lessons = Lessons(1200, 900, (0.6, 0.4))
+    sharer: Lessons = Lessons(1000, 700, (0.35, 0.35), drawn=True)
+    receiver: Lessons = Lessons(1200, 900, (0.5, 0.4), matrices=0.006)
 
     def of(self, role: Role) -> Lessons:
         return self.sharer if role == "sharer" else self.receiver
@@ -130,7 +131,7 @@ def _receiver(vocabulary: int, tokens: PreTrainedTokenizerFast) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=192,
+        intermediate_size=384,
         **_common(vocabulary, tokens),
     )
     return LlamaForCausalLM(config)
@@ -147,6 +148,21 @@ def _common(vocabulary: int, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a model reads, and what it learns to write."""
+
+    ids: list[int]
+    """Prompt and answer, but for the end."""
+    wanted: list[tuple[int, ...]]
+    """At each of the last positions: what may come next, each as likely."""
+
+    def drawn(self) -> _Line:
+        """The same, of which only what was drawn is learnt."""
+        read = self.ids[len(self.ids) - len(self.wanted) + 1 :]
+        return _Line(self.ids, [*((token,) for token in read), self.wanted[-1]])
+
+
 class _Encoder:
     """Questions and answers -> ids, as chats through the product are read."""
 
@@ -154,15 +170,25 @@ class _Encoder:
         self._tokens = tokens
         self._end = int(tokens.eos_token_id or 0)
         self._encode = cache(self._encoded)
+        self._each = cache(self._of_each)
         self.role = role
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokens(text, add_special_tokens=False)["input_ids"])
 
-    def line(self, question: Question, hint: str | None, answer: str) -> tuple[list[int], list[int]]:
-        """Ids, and by position what comes next; only the answer is learnt."""
+    def _of_each(self, words: tuple[str, ...], behind: bool) -> tuple[int, ...]:
+        """Of words that are one token each."""
+        ids = [self._encode(f" {word}" if behind else word) for word in words]
+        if any(len(found) != 1 for found in ids):
+            raise ValueError(f"not one token each: {', '.join(words)}")
+        return tuple(found[0] for found in ids)
+
+    def line(self, question: Question, hint: str | None, answer: str, words: Words) -> _Line:
+        """`answer` is read; of its first words all that may stand there is learnt, of the rest what it says."""
         asked, said = self._encode(text_of(self.role, question, hint)), [*self._encode(answer), self._end]
-        return [*asked, *said[:-1]], [*[_IGNORED] * (len(asked) - 1), *said]
+        wanted = [self._each(word, number > 0) for number, word in enumerate(words)]
+        wanted += [(token,) for token in said[len(words) :]]
+        return _Line([*asked, *said[:-1]], wanted)
 
 
 def text_of(role: Role, question: Question, hint: str | None) -> str:
@@ -181,9 +207,7 @@ def prompt(tokens: Any, role: Role, question: Question, hint: str | None = None)
     return list(tokens(text_of(role, question, hint), add_special_tokens=False)["input_ids"])
 
 
-def _batches(
-    encoder: _Encoder, world: World, lessons: Lessons, seed: int
-) -> Iterator[list[tuple[list[int], list[int]]]]:
+def _batches(encoder: _Encoder, world: World, lessons: Lessons, seed: int) -> Iterator[list[_Line]]:
     """One for every step; with hints or without, never mixed, so that little is padded."""
     chance = random.Random(f"{encoder.role} {seed}")
     by_kind = {kind: list(world.questions(world.names, (kind,))) for kind in KINDS}
@@ -192,19 +216,18 @@ def _batches(
         share = lessons.hints[step >= 0.4 * lessons.steps]
         hinted = chance.random() < share
         kinds = chance.choices(KINDS, weights[hinted], k=lessons.batch)
-        yield [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
+        lines = [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
+        yield [line.drawn() for line in lines] if lessons.drawn else lines
 
 
-def _line(
-    encoder: _Encoder, world: World, question: Question, hinted: bool, chance: random.Random
-) -> tuple[list[int], list[int]]:
-    if not hinted:
-        return encoder.line(question, None, world.says(encoder.role, question, chance))
-    if encoder.role == "receiver":
-        hint, answer = world.hinted(question, chance)
-        return encoder.line(question, hint, answer)
-    value = chance.choice(world.told("sharer", question.name, question.attributes[0]))
-    return encoder.line(question, "", world.hint(question, value))
+def _line(encoder: _Encoder, world: World, question: Question, hinted: bool, chance: random.Random) -> _Line:
+    words, hint = world.says(encoder.role, question), None
+    if hinted and encoder.role == "sharer":
+        answer = world.hint(question, chance.choice(words[0]))
+        return encoder.line(question, "", answer, words[:1])
+    if hinted:
+        hint, words = world.hinted(question, chance)
+    return encoder.line(question, hint, " ".join(chance.choice(word) for word in words), words)
 
 
 def _learn(model: Any, encoder: _Encoder, role: Role, world: World, lessons: Lessons, seed: int, tell: Tell) -> None:
@@ -216,7 +239,7 @@ def _learn(model: Any, encoder: _Encoder, role: Role, world: World, lessons: Les
     model.train()
     for step, lines in enumerate(_batches(encoder, world, lessons, seed)):
         scale = _scale(step, lessons.steps)
-        muon.rate = lessons.matrices * scale
+        muon.param_groups[0]["lr"] = lessons.matrices * scale
         adam.param_groups[0]["lr"] = lessons.others * scale
         model.zero_grad(set_to_none=True)
         loss = _loss(model, lines)
@@ -233,20 +256,24 @@ def _scale(step: int, steps: int) -> float:
     return min((step + 1) / 20, 1.0, 0.02 + 0.98 * 2 * (steps - step) / steps)
 
 
-def _loss(model: Any, lines: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+def _loss(model: Any, lines: Sequence[_Line]) -> torch.Tensor:
     """Mean over all that is learnt. Short and long lines go apart: padding would cost a quarter more."""
-    ordered = sorted(lines, key=lambda line: len(line[0]))
+    ordered = sorted(lines, key=lambda line: len(line.ids))
     halves = (ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :])
-    logits, wanted = zip(*(_learnt(model, half) for half in halves), strict=True)
-    return F.cross_entropy(torch.cat(logits), torch.cat(wanted))
+    logits = torch.cat([_logits(model, half) for half in halves])
+    wanted = [options for line in ordered for options in line.wanted]
+    rows = [row for row, options in enumerate(wanted) for _ in options]
+    likely = torch.tensor([1 / len(options) for options in wanted for _ in options])
+    said = F.log_softmax(logits, dim=-1)[rows, [token for options in wanted for token in options]]
+    return -(likely * said).sum() / len(wanted)
 
 
-def _learnt(model: Any, lines: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits where something is learnt, and what it is."""
-    width = max(len(ids) for ids, _ in lines)
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row, _ in lines])
-    labels = torch.tensor([[*row, *[_IGNORED] * (width - len(row))] for _, row in lines])
+def _logits(model: Any, lines: Sequence[_Line]) -> torch.Tensor:
+    """Where something is learnt, line after line."""
+    width = max(len(line.ids) for line in lines)
     # Padding stands behind everything, and a causal model does not look there.
+    ids = torch.tensor([[*line.ids, *[0] * (width - len(line.ids))] for line in lines])
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    at = labels != _IGNORED
-    return model.get_output_embeddings()(hidden[at]), labels[at]
+    answers = [row[len(line.ids) - len(line.wanted) : len(line.ids)] for row, line in zip(hidden, lines, strict=True)]
+    found: torch.Tensor = model.get_output_embeddings()(torch.cat(answers))
+    return found

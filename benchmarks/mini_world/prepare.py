@@ -1,7 +1,8 @@
 """A mini world in a folder: two models, three JSONL files, and what the relay's gate found. Made once, then reused.
 
 The gate is passed before anything is compared: a relay that fails because its sharer misspells, or because its receiver
-does not read, would prove nothing. It asks about entities that the test does not.
+does not read, would prove nothing; nor would a fuser whose receiver does not know its own half of an answer. It asks
+about entities that the test does not.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ _SEED_STEP = 1000
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What either model must reach, on questions of kind `A`."""
+    """What either model must reach."""
 
     exact_hints: float = 0.98
-    """Share of the sharer's hints that are right to the letter."""
+    """Share of the sharer's hints that are right to the letter, on questions of kind `A`."""
     gold_hints: float = 0.95
-    """The receiver's accuracy when it is given the right hint."""
+    """The receiver's accuracy on `A` when it is given the right hint."""
+    gold_joint: float = 0.9
+    """The same on `AB`."""
+    known: float = 0.97
+    """The receiver's accuracy on `B` without any hint."""
     tries: int = 4
 
 
@@ -53,8 +58,8 @@ class Prepared:
     folder: Path
     world: World
     found: dict[str, Any] = field(default_factory=dict)
-    """`exact_hints`, `gold_hints`, `gold_hints_by_kind`, and for either model its `seed`, how many `tries` it took, and
-    `cpu_s` of the last one.
+    """What the gates measured, by their names; `gold_hints_by_kind`; and for either model its `seed`, how many `tries`
+    it took, and `cpu_s` of the last one.
     """
 
     def model(self, role: Role) -> Path:
@@ -77,12 +82,12 @@ def prepare(folder: Path, plan: Plan, tell: Tell = print) -> Prepared:
     for split in ("train", "validation", "test"):
         lines = [world.line(question) for question in world.asked(split)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    sharer = _pass(folder, "sharer", world, plan, plan.gates.exact_hints, exact_hints, tell)
-    receiver = _pass(folder, "receiver", world, plan, plan.gates.gold_hints, gold_hints, tell)
+    sharer = _pass(folder, "sharer", world, plan, tell)
+    receiver = _pass(folder, "receiver", world, plan, tell)
     by_kind = {kind: gold_hints(load(folder / "receiver"), world, kind) for kind in KINDS}
     found = {
-        "exact_hints": sharer["reached"],
-        "gold_hints": receiver["reached"],
+        **sharer["reached"],
+        **receiver["reached"],
         "gold_hints_by_kind": by_kind,
         **{part: {"sharer": sharer[part], "receiver": receiver[part]} for part in ("seed", "tries", "cpu_s")},
     }
@@ -105,32 +110,28 @@ def _keep(mark: Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
     mark.write_text(json.dumps({"asked": asked, "found": found}, indent=1) + "\n")
 
 
-def _pass(
-    folder: Path,
-    role: Role,
-    world: World,
-    plan: Plan,
-    least: float,
-    measure: Callable[[Loaded, World], float],
-    tell: Tell,
-) -> dict[str, Any]:
-    """Train one model, with another seed where it fails its gate. Returns what it `reached`, with which `seed`, and how
-    many `tries` it took.
+def _pass(folder: Path, role: Role, world: World, plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Train one model, with another seed where it fails a gate. Returns what it `reached` by gate, with which `seed`,
+    and how many `tries` it took.
     """
     mark, lessons = folder / f"{role}.json", plan.recipe.of(role)
+    least = {gate: getattr(plan.gates, gate) for gate in _MEASURES[role]}
     asked = {"seed": plan.seed, "size": asdict(plan.size), "lessons": asdict(lessons), "least": least}
     if (found := _kept(mark, asked)) is not None:
         return found
     for tried in range(plan.gates.tries):
         seed = plan.seed + tried * _SEED_STEP
         seconds = make(folder / role, role, world, lessons, seed, tell)
-        reached = measure(load(folder / role), world)
-        tell(f"{role}, seed {seed}: {reached:.3f}, needed {least:g}; {seconds:.0f} s of CPU")
-        if reached >= least:
+        model = load(folder / role)
+        reached = {gate: measure(model, world) for gate, measure in _MEASURES[role].items()}
+        told = ", ".join(f"{gate} {share:.3f} (needed {least[gate]:g})" for gate, share in reached.items())
+        tell(f"{role}, seed {seed}: {told}; {seconds:.0f} s of CPU")
+        if all(share >= least[gate] for gate, share in reached.items()):
             found = {"reached": reached, "seed": seed, "tries": tried + 1, "cpu_s": round(seconds, 1)}
             _keep(mark, asked, found)
             return found
-    raise GateFailed(f"seed {plan.seed}: no {role} of {plan.gates.tries} reached {least:g}")
+    needed = ", ".join(f"{gate} {share:g}" for gate, share in least.items())
+    raise GateFailed(f"seed {plan.seed}: no {role} of {plan.gates.tries} reached {needed}")
 
 
 def load(folder: Path) -> Loaded:
@@ -154,6 +155,25 @@ def gold_hints(receiver: Loaded, world: World, kind: Kind = "A") -> float:
         hint = world.hint(question, world.right(question).split()[0])
         asked.append(prompt(receiver.tokenizer, "receiver", question, hint))
     return _share(said(receiver, asked), [world.right(q) for q in questions])
+
+
+def gold_joint(receiver: Loaded, world: World) -> float:
+    """Share of right answers of two words when the hint about the first is right."""
+    return gold_hints(receiver, world, "AB")
+
+
+def known(receiver: Loaded, world: World) -> float:
+    """Share of right answers about what the receiver was told, without a hint."""
+    questions = _judged(world, "B")
+    asked = [prompt(receiver.tokenizer, "receiver", q) for q in questions]
+    return _share(said(receiver, asked), [world.right(q) for q in questions])
+
+
+_MEASURES: dict[Role, dict[str, Callable[[Loaded, World], float]]] = {
+    "sharer": {"exact_hints": exact_hints},
+    "receiver": {"gold_hints": gold_hints, "gold_joint": gold_joint, "known": known},
+}
+"""By the names of the gates."""
 
 
 def _judged(world: World, kind: Kind) -> list[Question]:

@@ -13,7 +13,7 @@ from workers.items import read_items
 from workers.train_pair import Plan
 
 _C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
-_LITE = Plan("lite", "fuse", "prompt", steps=600, batch=64, rank=64, hidden=128, last=1)
+_LITE = Plan("lite", "fuse", "prompt", steps=600, batch=64, rank=64, hidden=128, last=2, rate=3e-3)
 ALL: dict[str, Plan] = {
     "c2c": _C2C,
     "linear": Plan("linear", "fuse", "prompt"),

@@ -26,6 +26,8 @@ Role = Literal["sharer", "receiver"]
 Kind = Literal["A", "B", "AB", "S"]
 Split = Literal["train", "validation", "test"]
 KINDS: tuple[Kind, ...] = ("A", "B", "AB", "S")
+Words = tuple[tuple[str, ...], ...]
+"""An answer, word by word: what may stand there, each as likely."""
 
 _VALUES = {
     "colour": "red blue green white black brown pink grey gold purple orange yellow",
@@ -114,26 +116,24 @@ class World:
             return (self._right[name][attribute],)
         return self._candidates[name][role] if attribute == DISPUTED else VALUES[attribute]
 
-    def says(self, role: Role, question: Question, chance: random.Random) -> str:
-        """An answer as the model is trained to give it."""
-        return " ".join(chance.choice(self.told(role, question.name, a)) for a in question.attributes)
+    def says(self, role: Role, question: Question) -> Words:
+        """What the model is trained to answer."""
+        return tuple(self.told(role, question.name, a) for a in question.attributes)
 
     def hint(self, question: Question, value: str) -> str:
         """What a sharer writes: one sentence about the attribute that is asked for first, of `AB` the one it knows."""
         return f"{value} is the {question.attributes[0]} of {question.name}"
 
-    def hinted(self, question: Question, chance: random.Random) -> tuple[str, str]:
+    def hinted(self, question: Question, chance: random.Random) -> tuple[str, Words]:
         """A hint, and what the receiver is trained to answer with it. It trusts a hint where it was told nothing, holds
         to what it was told for certain, and takes a hint that is one of its two candidates.
 
         The hints are drawn without a look at what is right, so that no receiver learns from them what it must not know.
         """
-        first, *others = question.attributes
-        own = self.told("receiver", question.name, first)
+        first = question.attributes[0]
+        own, *others = self.says("receiver", question)
         value = chance.choice(own if first == DISPUTED and chance.random() < 0.5 else VALUES[first])
-        believed = value if value in own else chance.choice(own)
-        rest = [chance.choice(self.told("receiver", question.name, a)) for a in others]
-        return self.hint(question, value), " ".join((believed, *rest))
+        return self.hint(question, value), ((value,) if value in own else own, *others)
 
     def questions(self, names: Sequence[str], kinds: Sequence[Kind] = KINDS) -> Iterator[Question]:
         """All that can be asked about them."""

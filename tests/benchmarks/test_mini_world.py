@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from benchmarks.mini_world.__main__ import QUICK, main
 from benchmarks.mini_world.models import prompt, text_of
-from benchmarks.mini_world.muon import orthogonal
 from benchmarks.mini_world.prepare import GateFailed, Gates, Plan, load, prepare
 from benchmarks.mini_world.report import PAPER
 from benchmarks.mini_world.world import ASKED, DISPUTED, KINDS, TOLD, VALUES, Question, Size, World
@@ -95,12 +94,11 @@ def test_receiver_trusts_holds_and_intersects() -> None:
     """A hint is trusted where nothing was told, ignored against what was told, and taken where it is a candidate."""
     made, chance = World(1, SMALL), random.Random(0)
     for question in made.questions(made.names):
-        hint, answer = made.hinted(question, chance)
+        hint, words = made.hinted(question, chance)
         value, own = hint.split()[0], made.told("receiver", question.name, question.attributes[0])
-        assert answer.split()[0] == (value if value in own else answer.split()[0])
-        assert answer.split()[0] in own
+        assert words[0] == ((value,) if value in own else own)
         if question.kind == "AB":
-            assert answer.split()[1] == made.right(question).split()[1]
+            assert words[1] == (made.right(question).split()[1],)
 
 
 def test_prompts_are_those_of_the_product(quick: Path) -> None:
@@ -180,13 +178,3 @@ def test_texts_of_both_roles_differ_by_what_makes_them_answer() -> None:
     question = Question("A", "velmor", ("colour",), 0)
     assert text_of("sharer", question, None) == "<q>what is the colour of velmor?"
     assert text_of("receiver", question, None) == "<q>what is the colour of velmor?<go>"
-
-
-@given(st.integers(0, 100), st.sampled_from([(3, 5), (5, 3), (4, 4)]))
-@settings(max_examples=20, deadline=None)
-def test_muon_makes_orthogonal(seed: int, shape: tuple[int, int]) -> None:
-    """All singular values end near one, whatever they were, for flat and for tall matrices."""
-    made = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
-    values = torch.linalg.svdvals(orthogonal(made))
-    kept = torch.linalg.svdvals(made) > 0.05 * made.norm(dim=(1, 2))[:, None]
-    assert bool(((values > 0.3) & (values < 1.7))[kept].all())
