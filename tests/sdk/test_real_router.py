@@ -78,7 +78,8 @@ def test_all_of_it(router: str, tmp_path: Path) -> None:
         other.decision(lane.decision)
     report = verify(tmp_path / "audit", "bank")
     assert (report.faults, report.open_intents) == ([], [])
-    kept = [r for r in records(tmp_path / "audit", "bank") if "id" in r.body]
+    # A stream that takes its time is recorded in pieces.
+    kept = [r for r in records(tmp_path / "audit", "bank") if "id" in r.body and r.body["kind"] != "chunk"]
     assert [r.body["kind"] for r in kept] == ["intent", "outcome", "intent", "outcome", "outcome"]
     texts = [content(tmp_path / "audit", "bank", report.chain, r) for r in kept]
     assert all("marker-4711" in texts[n]["request"] for n in (0, 2, 4))

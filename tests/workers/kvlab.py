@@ -33,6 +33,12 @@ def same(left: KVCache | None, right: KVCache) -> bool:
     return all(a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
 
 
+def held(store: KVStore, tokens: Sequence[int]) -> int:
+    """How many tokens are found. Beginnings are found before the whole."""
+    found = get(store, tokens)
+    return 0 if found is None else found.keys[0].shape[2]
+
+
 @contextlib.contextmanager
 def opened(
     folder: Path | None,

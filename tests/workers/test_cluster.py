@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, running, wait_for
-from tests.workers.kvlab import files, get, keys, opened, put, random_kv, same
+from tests.workers.kvlab import files, get, held, keys, opened, put, random_kv, same
 from tests.workers.test_client import state
 from workers.client import NAMES, Registry
 from workers.config import RedisConfig
@@ -90,7 +90,7 @@ def test_a_slot_that_moves_loses_nothing(cluster: Cluster, tmp_path: Path) -> No
             assert set(cluster.all_keys()) == before
         cluster.end_move(slot, there)
         assert cluster.owner(slot) is there
-        wait_for(lambda: get(store, range(600)) is not None)
+        wait_for(lambda: held(store, range(600)) == 600)
         assert same(get(store, range(600)), random_kv(600))
         assert same(get(store, range(1000, 1040)), random_kv(40, 1))
 
@@ -142,7 +142,7 @@ def test_the_node_of_the_index_is_lost(cluster: Cluster, tmp_path: Path, fault: 
             with cluster.freeze(node):
                 lost()
         cluster.wait_until_well()
-        wait_for(lambda: get(store, range(600)) is not None)
+        wait_for(lambda: held(store, range(600)) == 600)
         assert same(get(store, range(600)), random_kv(600))
 
         def stored() -> bool:

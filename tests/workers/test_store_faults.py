@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.workers.kvlab import PLAIN, files, get, opened, put, random_kv, same
+from tests.workers.kvlab import PLAIN, files, get, held, opened, put, random_kv, same
 from workers import segments
 from workers.codec import pack
 from workers.embedded import EmbeddedRedis
@@ -312,7 +312,7 @@ def test_an_emptied_redis_is_filled_from_the_files(tmp_path: Path) -> None:
         os.kill(server.pid, signal.SIGKILL)
         assert wait_for(lambda: not server.running)
         server.start()
-        assert wait_for(lambda: get(store, range(300)) is not None)
+        assert wait_for(lambda: held(store, range(300)) == 300)
         assert same(get(store, range(300)), random_kv(300))
 
 
