@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="runs the router; one without extras starts sooner")
     parser.add_argument("--scenarios", default="c1,c16,c64,s16,s32paced", help=f"of {','.join(SCENARIOS)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of one round; in two LiteLLM ends no paced stream")
     told = parser.parse_args()
     if shutil.which("cc") is None:
         print("no C compiler (cc) is installed: nothing was measured")
@@ -114,7 +114,10 @@ def _table(names: list[str], targets: list[Target]) -> str:
     if len(targets) == 2:
         ours, theirs = targets
         for name in names:
-            pairs = list(zip(ours.rows[name], theirs.rows[name], strict=True))
+            pairs = [(a, b) for a, b in zip(ours.rows[name], theirs.rows[name], strict=True) if b["rps"]]
+            if not pairs:
+                lines.append(f"{name}: {theirs.name} ended no request")
+                continue
             faster = statistics.median(a["rps"] / b["rps"] for a, b in pairs)
             lighter = statistics.median(b["cpu_us"] / a["cpu_us"] for a, b in pairs)
             lines.append(f"{name}: {faster:.0f} times the requests/s, 1/{lighter:.0f} of the CPU")
