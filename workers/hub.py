@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from workers.errors import LoadFailed
+
+_ADDRESS = re.compile(r"(https?://)(?:[^/@\s]*@)?([^\s?#'\"]*)[?#]?[^\s'\"]*")
+"""An address's login and query: the latter signs uploads and downloads from a hub's storage."""
 
 
 def fetch(name: str) -> Path:
@@ -66,7 +70,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Errors in our words. They name addresses and statuses; none holds a token."""
+    """Errors in our words."""
     try:
         yield
     except failures() as error:
@@ -74,5 +78,6 @@ def _told(what: str) -> Iterator[None]:
 
 
 def brief(error: Exception) -> str:
-    """Kind and first line: the rest is advice for users of the client."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    """Kind and first line: the rest is advice for users of the client. Of addresses nothing that lets anybody in."""
+    line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return _ADDRESS.sub(r"\1\2", line)[:200]

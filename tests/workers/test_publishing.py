@@ -20,6 +20,7 @@ from workers import pairs, sealing
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.errors import LoadFailed
 from workers.fusers.c2c import load_official
+from workers.hub import brief
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import FuserInfo, Interval, Report
@@ -252,6 +253,23 @@ def test_a_pair_goes_to_a_hub_and_comes_back(
     with pytest.raises(LoadFailed, match="holds no folder none"):
         held("owner/twin/none", tiny, tiny)
     assert hub.TOKEN not in done.output + later.output + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "403 for url: https://store.example/a/b?X-Amz-Signature=5ec7e7&X=1 (x)",
+            "403 for url: https://store.example/a/b (x)",
+        ),
+        ("no way to https://me:5ec7e7@hub.example/api/whoami", "no way to https://hub.example/api/whoami"),
+        ("at 'https://hub.example/a#5ec7e7': down\nadvice", "at 'https://hub.example/a': down"),
+        ("a name of a question? none", "a name of a question? none"),
+    ],
+)
+def test_errors_of_a_hub_let_nobody_in(said: str, shown: str) -> None:
+    """An address keeps its host and path; logins, and the queries that sign transfers, are left out."""
+    assert brief(OSError(said)) == f"OSError: {shown}"
 
 
 def test_a_push_that_failed_is_tried_again(
