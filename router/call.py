@@ -87,6 +87,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     known: bool = False
+    unreadable: bool = False
+    """It was told, as no answer can have used it: below zero, beyond measure, no whole numbers. None of it counts."""
     counted: dict[str, float] | None = None
     """What else was told of it, by the names of `router.prices`: kinds of tokens among the above, images, seconds."""
 

@@ -124,6 +124,8 @@ class Course:
                 event.prompt_tokens = reply.usage.prompt_tokens
                 event.completion_tokens = reply.usage.completion_tokens
                 event.cached_tokens = reply.usage.cached_tokens
+            elif reply.usage.unreadable:
+                event.usage = "unreadable"
             if self.transport == "cache" and reply.usage.known:
                 event.kv_reused, event.kv_total = reply.usage.cached_tokens, reply.usage.prompt_tokens
         if self.estimate is not None:

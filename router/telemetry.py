@@ -58,6 +58,8 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    usage: str | None = None
+    """`unreadable`: the upstream told what no answer can have used."""
     kv_reused: int | None = None
     kv_total: int | None = None
     retries: int = msgspec.field(default_factory=int)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -86,22 +86,28 @@ def wants_usage(fields: dict[str, msgspec.Raw]) -> bool:
     return bool(options and options.include_usage)
 
 
+MOST = 10**8
+"""Tokens, seconds or images that one answer may tell of at most; more is a mistake, and nobody's bill."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+
+
 class TokenDetails(msgspec.Struct):
     """Of what kinds the tokens of one direction were."""
 
-    cached_tokens: int | None = None
-    audio_tokens: int | None = None
-    image_tokens: int | None = None
-    reasoning_tokens: int | None = None
+    cached_tokens: Count | None = None
+    audio_tokens: Count | None = None
+    image_tokens: Count | None = None
+    reasoning_tokens: Count | None = None
 
 
 class _UsageView(msgspec.Struct):
     """Chat and completions say prompt and completion, responses say input and output."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
+    total_tokens: Count | None = None
     prompt_tokens_details: TokenDetails | None = None
     input_tokens_details: TokenDetails | None = None
     completion_tokens_details: TokenDetails | None = None
@@ -112,16 +118,25 @@ _usage = msgspec.json.Decoder(_UsageView)
 
 
 def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
-    """Take the figures of a `usage` object; one whose shape is foreign is left unread, for it is not ours to judge."""
+    """Take the figures of a `usage` object. One that no answer can have used counts as none, and is `unreadable`."""
     try:
         view = _usage.decode(raw)
     except msgspec.DecodeError:
+        unread(into)
         return
     details = view.prompt_tokens_details or view.input_tokens_details
-    into.prompt_tokens = view.prompt_tokens or view.input_tokens or 0
-    into.completion_tokens = view.completion_tokens or view.output_tokens or 0
-    into.cached_tokens = (details and details.cached_tokens) or 0
-    into.known = True
+    prompt = view.input_tokens if view.prompt_tokens is None else view.prompt_tokens
+    answer = view.output_tokens if view.completion_tokens is None else view.completion_tokens
+    if answer is None and prompt is not None and view.total_tokens is not None:  # embeddings tell no other
+        answer = view.total_tokens - prompt
+    cached = (details and details.cached_tokens) or 0
+    if prompt is None or answer is None or answer < 0 or cached > prompt:
+        unread(into)
+        return
+    into.prompt_tokens = prompt
+    into.completion_tokens = answer
+    into.cached_tokens = cached
+    into.known, into.unreadable = True, False
     count_kinds(details, view.completion_tokens_details or view.output_tokens_details, into)
 
 
@@ -139,6 +154,12 @@ def count_kinds(read: TokenDetails | None, written: TokenDetails | None, into: U
             count(into, "spoken", written.audio_tokens)
         if written.image_tokens:
             count(into, "drawn", written.image_tokens)
+
+
+def unread(into: Usage) -> None:
+    """What was told cannot be, so nothing is known; what was counted besides stands."""
+    into.prompt_tokens = into.completion_tokens = into.cached_tokens = 0
+    into.known, into.unreadable = False, True
 
 
 def count(into: Usage, what: str, amount: float) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from router.call import Call, Usage
 from router.errors import BadRequest
-from router.wire import Splitter, TokenDetails, count, count_kinds, read_text
+from router.wire import ABSENT, MOST, Count, Splitter, TokenDetails, count, count_kinds, read_text, told, unread
 
 _MAKE = ("/audio", "/images", "/messages")
 
@@ -31,27 +33,30 @@ def counted(call: Call) -> Usage:
     return usage
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+
+
 class _Usage(msgspec.Struct):
     """OpenAI's doors count what was read before among the input, `/messages` beside it."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
     input_tokens_details: TokenDetails | None = None
     input_token_details: TokenDetails | None = None
     output_tokens_details: TokenDetails | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-    seconds: float | None = None
+    cache_read_input_tokens: Count | None = None
+    cache_creation_input_tokens: Count | None = None
+    seconds: Seconds | None = None
 
 
 class _Message(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: msgspec.Raw = ABSENT
 
 
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: msgspec.Raw = ABSENT
     message: _Message | None = None
     """`/messages` puts what it has read into the first event of a stream."""
 
@@ -61,16 +66,17 @@ class _Images(msgspec.Struct):
 
 
 class _Transcript(msgspec.Struct):
-    duration: float
+    duration: Seconds
 
 
+_usage = msgspec.json.Decoder(_Usage)
 _answer = msgspec.json.Decoder(_Answer)
 _images = msgspec.json.Decoder(_Images)
 _transcript = msgspec.json.Decoder(_Transcript, strict=False)  # some servers write the number as text
 
 
 class UsageReader:
-    """Reads what an answer says of its own cost, whole or event by event; what is foreign is left unread."""
+    """Reads what an answer says of its own cost, whole or event by event; what is no JSON is left unread."""
 
     def __init__(self, usage: Usage, path: str) -> None:
         self._usage = usage
@@ -107,12 +113,21 @@ class UsageReader:
             said = _answer.decode(body)
         except msgspec.DecodeError:
             return
-        for usage in (said.usage, None if said.message is None else said.message.usage):
-            if usage is not None:
-                self._take(usage)
+        if said.message is not None and told(said.message.usage):
+            self._take(said.message.usage, last=False)
+        if told(said.usage):
+            self._take(said.usage, last=True)
 
-    def _take(self, said: _Usage) -> None:
+    def _take(self, raw: msgspec.Raw, *, last: bool) -> None:
+        """`last`: not what a stream tells at its beginning, when the answer is still to be written."""
         into = self._usage
+        if into.unreadable:  # what other events told may belong to it
+            return
+        try:
+            said = _usage.decode(raw)
+        except msgspec.DecodeError:
+            unread(into)
+            return
         read, stored = said.cache_read_input_tokens, said.cache_creation_input_tokens or 0
         prompt = said.input_tokens if said.prompt_tokens is None else said.prompt_tokens
         answer = said.output_tokens if said.completion_tokens is None else said.completion_tokens
@@ -129,4 +144,7 @@ class UsageReader:
         if said.seconds:
             count(into, "seconds", said.seconds)
         count_kinds(details, said.output_tokens_details, into)
-        into.known = into.known or prompt is not None or answer is not None
+        if into.cached_tokens > into.prompt_tokens:
+            unread(into)
+            return
+        into.known = into.known or (last and (prompt is not None or answer is not None))

@@ -159,6 +159,7 @@ def _add(joined: Reply, reply: Reply, spent: Usage) -> None:
     ours.completion_tokens = theirs.completion_tokens + spent.completion_tokens
     ours.cached_tokens = theirs.cached_tokens + spent.cached_tokens
     ours.known = theirs.known and spent.known
+    ours.unreadable = theirs.unreadable or spent.unreadable
     joined.run, joined.error, joined.first_frame = reply.run, reply.error, reply.first_frame
 
 

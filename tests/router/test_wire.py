@@ -118,13 +118,14 @@ def test_wrong_types_are_named(reader, name: str, body: bytes) -> None:  # type:
     [
         (b'{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}', (7, 2, 4, True)),
         (b'{"input_tokens":7,"output_tokens":2,"input_tokens_details":{"cached_tokens":4}}', (7, 2, 4, True)),
-        (b'{"prompt_tokens":7,"prompt_tokens_details":null}', (7, 0, 0, True)),
+        (b'{"prompt_tokens":7,"total_tokens":7,"prompt_tokens_details":null}', (7, 0, 0, True)),
+        (b'{"prompt_tokens":7,"prompt_tokens_details":null}', (0, 0, 0, False)),
         (b'{"prompt_tokens":"many"}', (0, 0, 0, False)),
         (b"[]", (0, 0, 0, False)),
     ],
 )
 def test_usage_is_read(raw: bytes, expected: tuple[int, int, int, bool]) -> None:
-    """Both dialects of usage are understood; a foreign shape is left unread."""
+    """Both dialects of usage are understood; a foreign shape, or half of it, is none."""
     usage = Usage()
     read_usage(raw, usage)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.known) == expected
