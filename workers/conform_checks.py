@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -48,9 +50,12 @@ class Checks:
         got, want = got.detach().double().flatten(), want.detach().double().flatten()
         if not want.numel():
             return
-        error, allowed = (got - want).abs().nan_to_num(nan=float("inf")), atol + rtol * want.abs()
-        at = int((error / allowed).argmax())
-        self._note(name, float(error[at]), float(allowed[at]), float(error[at] / allowed[at]))
+        # What is no number, here or in the vector, compares with nothing; two equal infinities are equal.
+        error = torch.where(got == want, 0.0, (got - want).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        allowed = (atol + rtol * want.abs()).nan_to_num(nan=0.0, posinf=0.0)
+        share = torch.where(error == 0.0, 0.0, error / allowed)
+        at = int(share.argmax())
+        self._note(name, float(error[at]), float(allowed[at]), float(share[at]))
 
     def same(self, name: str, got: Any, want: Any) -> None:
         if isinstance(got, (list, tuple)) and isinstance(want, (list, tuple)) and len(got) == len(want):

@@ -29,7 +29,7 @@ import torch
 from workers.buffers import Interrupted, Rows, interruptible
 from workers.config import spare_places
 from workers.detok import Detokenizer
-from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, WorkerError
+from workers.errors import BadPrompt, DeadlineExceeded, NoNumbers, Overloaded, PairNotLoaded, WorkerError
 from workers.loader import Loaded
 from workers.meter import Meter
 from workers.packed import Packer
@@ -38,7 +38,7 @@ from workers.prompt import Prompt
 from workers.protocol import Run
 from workers.response import Response
 from workers.runtime import Keep, Prefilled, Runtime, Spent, Steps, require_room
-from workers.sampling import Chosen, Sampler, Sampling
+from workers.sampling import Chosen, Sampler, Sampling, likeliest
 from workers.shares import Line, Shares
 
 log = structlog.get_logger("worker.engine")
@@ -46,6 +46,8 @@ log = structlog.get_logger("worker.engine")
 _PATIENCE = 2
 """Times in a row that one forward is given up for others: then it runs to its end, or many accounts that each ask for
 little would leave none of a busy one's work done."""
+
+_NO_NUMBERS = "the model computed what is no number, so there is no answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,6 +581,9 @@ class Engine:
         job.first = self._clock()
         job.spent = prefilled.spent
         self.rates.read(job.runtime.name, prefilled.spent.computed_tokens, prefilled.spent.compute_s)
+        if not likeliest(prefilled.logits[None])[0][1]:
+            self._fail(job, NoNumbers(_NO_NUMBERS))
+            return
         asked, prompt = job.request.sampling, job.request.prompt
         # What is asked beside the models served here must not double their memory.
         response = prefilled.beside.response if prefilled.beside is not None else None
@@ -611,7 +616,7 @@ class Engine:
             batch.given_up += 1
             return
         batch.given_up = 0
-        likeliest = logits.argmax(dim=-1).tolist()
+        best = likeliest(logits)
         took = self._clock() - began
         self._wrote_s += took
         for name in {c.job.runtime.name for c in batch.choices}:
@@ -619,13 +624,19 @@ class Engine:
         beside, share = len(batch.choices) - 1, took / len(batch.choices)
         for choice in batch.choices:
             self._charge(choice.job, share)
+        broken = [choice.job for choice, (_, sound) in zip(batch.choices, best, strict=True) if not sound]
         for row, choice in reversed(list(enumerate(batch.choices))):
+            if choice.job in broken:
+                continue
             sampler = choice.sampler
             choice.job.beside = max(choice.job.beside, beside)
             # Rows go from the last to the first: what moves into a freed row has had its turn.
-            chosen = sampler.record(likeliest[row]) if sampler.sampling.greedy else sampler.choose(logits[row])
+            chosen = sampler.record(best[row][0]) if sampler.sampling.greedy else sampler.choose(logits[row])
             if self._deliver(choice, chosen):
                 self._end(batch, row)
+        for job in broken:
+            if not job.cancelled:
+                self._fail(job, NoNumbers(_NO_NUMBERS))
 
     def _deliver(self, choice: Choice, chosen: Chosen) -> bool:
         """Send what has become certain. True when the choice has ended."""
@@ -689,7 +700,7 @@ class Engine:
             kv_written=tuple(keep.written) if keep else (),
             digests=job.runtime.digests,
             numerics=self.numerics,
-            seed=asked.seed if asked.temperature else None,
+            seed=None if asked.cold else asked.seed,
             beside=job.beside,
             score=spent.score,
             tokens=tuple(job.tokens[i] for i in range(asked.n)) if job.request.tell_tokens else (),

@@ -6,6 +6,7 @@ WorkerError
 │   └── SameText
 ├── PairNotLoaded     this worker does not hold the model or pair (404)
 ├── KVMismatch        stored KV does not fit the model that asked for it (500)
+├── NoNumbers         the model computed what is no number (500)
 └── Overloaded        the queue is full (503, Retry-After)
 """
 
@@ -47,6 +48,12 @@ class KVMismatch(WorkerError):
     """KV tensors whose layers, heads or head size are not those of the model."""
 
     code = "kv_mismatch"
+
+
+class NoNumbers(WorkerError):
+    """The model's logits are NaN or infinite: weights are broken, or its dtype is too narrow for them."""
+
+    code = "no_numbers"
 
 
 class Overloaded(WorkerError):

@@ -13,6 +13,8 @@ import torch
 
 from workers.errors import BadPrompt
 
+_COLD = 1e-5
+"""A temperature below which only the likeliest token can be drawn: dividing by less would leave no numbers."""
 _FEW = 256
 """Tokens among which the nucleus is sought first."""
 
@@ -47,12 +49,14 @@ class Sampling:
             ("frequency_penalty", -2.0, 2.0),
             ("n", 1, 128),
             ("top_k", -1, 1 << 31),
+            ("repetition_penalty", 0.01, 100.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise BadPrompt(f"{name} must be between {low} and {high}, and was {value}")
-        if self.repetition_penalty <= 0:
-            raise BadPrompt(f"repetition_penalty must be above 0, and was {self.repetition_penalty}")
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise BadPrompt(f"logit_bias must be between -100 and 100, and was {bias} for token {token}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadPrompt(f"max_tokens must be at least 1, and was {self.max_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
@@ -61,10 +65,15 @@ class Sampling:
             raise BadPrompt(f"at most 16 stop strings may be given, and there were {len(self.stop)}")
 
     @property
+    def cold(self) -> bool:
+        """The likeliest token is taken, nothing is drawn."""
+        return self.temperature < _COLD
+
+    @property
     def greedy(self) -> bool:
         """The token with the largest logit, nothing else to do: rows like this are chosen together."""
         return (
-            self.temperature == 0.0
+            self.cold
             and not self.logit_bias
             and not self.presence_penalty
             and not self.frequency_penalty
@@ -102,7 +111,7 @@ class Sampler:
             return self._take(int(logits.argmax()))
         row = logits.float().cpu().clone()
         self._bias(row)
-        token = int(row.argmax()) if asked.temperature == 0.0 else self._draw(row / asked.temperature)
+        token = int(row.argmax()) if asked.cold else self._draw(row / asked.temperature)
         if asked.logprobs is None:
             return self._take(token)
         logprobs = torch.log_softmax(row, dim=-1)
@@ -142,6 +151,16 @@ class Sampler:
         if asked.top_p < 1.0:
             probabilities = nucleus(probabilities, asked.top_p)
         return draw(probabilities, float(torch.rand(1, generator=self._random, dtype=torch.float64)))
+
+
+def likeliest(logits: torch.Tensor) -> list[tuple[int, bool]]:
+    """Of each row of (rows, vocabulary): its likeliest token, and whether its logits are numbers. One wait for the
+    device.
+    """
+    # NaN, and what is infinite, is what argmax finds.
+    tokens = logits.argmax(dim=-1, keepdim=True)
+    found = torch.cat([tokens.double(), logits.gather(1, tokens).double()], dim=1).tolist()
+    return [(int(token), math.isfinite(value)) for token, value in found]
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -386,7 +386,7 @@ def sampling_of(body: Body) -> Sampling:
         given.setdefault("seed", secrets.randbits(53))
     return Sampling(
         **given,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=tuple(s for s in stop if s),
         logit_bias=bias,
         logprobs=asked,

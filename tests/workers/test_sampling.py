@@ -115,3 +115,44 @@ def test_values_out_of_range_are_refused_by_name(asked: dict[str, Any]) -> None:
     with pytest.raises(BadPrompt) as refusal:
         Sampling(**asked)
     assert next(iter(asked)).split("_")[-1] in str(refusal.value)
+
+
+_ANY = st.floats(allow_nan=True, allow_infinity=True)
+_SOME = st.one_of(_ANY, st.sampled_from([0.0, 5e-324, 1e-300, 1e-40, 1e-5, 1.0, 2.0, 100.0, 1e308]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    asked=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": _SOME,
+            "top_p": _SOME,
+            "min_p": _SOME,
+            "presence_penalty": _SOME,
+            "frequency_penalty": _SOME,
+            "repetition_penalty": _SOME,
+            "top_k": st.integers(-2, 40),
+            "seed": st.integers(-(1 << 70), 1 << 70),
+            "logprobs": st.integers(0, 20),
+            "logit_bias": st.dictionaries(st.integers(0, 29), _SOME, max_size=30),
+        },
+    ),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
+)
+def test_whatever_is_accepted_draws_a_token_of_the_vocabulary(asked: dict[str, Any], scale: float) -> None:
+    """Values at every extreme are refused, or a token comes out, several times in a row: none ends the engine."""
+    try:
+        sampling = Sampling(**asked)
+    except BadPrompt:
+        return
+    sampler = Sampler(sampling, (1, 2, 3))
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0)) * scale
+    assert all(0 <= sampler.choose(logits).token < 30 for _ in range(4))
+
+
+@pytest.mark.parametrize("asked", [{"logit_bias": {3: 101.0}}, {"logit_bias": {3: -1e308}}, {"repetition_penalty": 0}])
+def test_what_would_leave_no_numbers_is_refused(asked: dict[str, Any]) -> None:
+    """Bias beyond OpenAI's bounds and a penalty of nothing are the caller's mistakes."""
+    with pytest.raises(BadPrompt, match=next(iter(asked))):
+        Sampling(**asked)
