@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from policies.facts import Facts
-from router.call import Reply
+from router.asked import asked
+from router.call import Call, Reply
 from router.deployments import Deployment
-from router.prices import FREE, Price
+from router.prices import FREE, Asked, Price
 from router.settings import Settings
 
 
@@ -23,6 +24,15 @@ class Tariff:
     """USD per second of the device that a local model, or both models of a pair, run on."""
     flat: float = 0.0
     """USD per request: a relay's hint."""
+    dear: bool = field(init=False)
+    """See `Price.dear`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dear", self.price.dear)
+
+    def reserve(self, asked: Asked) -> float:
+        """USD that an answer may cost where its price counts more than plain tokens."""
+        return self.price.reserve(asked) + self.flat
 
     def expected(self, prompt_tokens: int, output_tokens: int, seconds: float = 0.0) -> float:
         """USD for so many tokens, and seconds of the device."""
@@ -58,10 +68,17 @@ def tariffs(settings: Settings) -> dict[str, Tariff]:
     return {d.id: _relayed(settings, d, plain) if d.relay_params else plain[d.id] for d in settings.model_list}
 
 
-def expected(facts: Facts, id: str, tariff: Tariff) -> float:
-    """USD that a deployment is expected to cost for these facts."""
+def reserved(call: Call, facts: Facts, id: str, tariff: Tariff) -> float:
+    """USD to reserve for an answer of a deployment: what is expected, and no less than what was asked for may cost.
+
+    Of one answer in plain tokens the length is what such answers usually have, within what the caller allows.
+    """
     estimate = next((d.estimate for d in facts.deployments if d.id == id), None)
-    return tariff.expected(facts.prompt_tokens, facts.output_tokens) if estimate is None else estimate.cost
+    usual = tariff.expected(facts.prompt_tokens, facts.output_tokens) if estimate is None else estimate.cost
+    plain = call.raw is None and not tariff.dear and "service_tier" not in call.fields
+    if plain and "n" not in facts.needs and "completions" not in facts.needs:
+        return usual
+    return max(usual, tariff.reserve(asked(call, facts)))
 
 
 def _device_usd_s(settings: Settings, deployment: Deployment) -> float:

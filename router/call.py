@@ -89,6 +89,10 @@ class Usage:
     known: bool = False
     unreadable: bool = False
     """It was told, as no answer can have used it: below zero, beyond measure, no whole numbers. None of it counts."""
+    tier: str | None = None
+    """Service tier that was asked for, or that the answer says it had."""
+    image: tuple[str, str] | None = None
+    """Quality and size of the images, empty where nobody told."""
     counted: dict[str, float] | None = None
     """What else was told of it, by the names of `router.prices`: kinds of tokens among the above, images, seconds."""
 

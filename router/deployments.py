@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
-from router.prices import FREE, NAMES, Name, Price, listed, written
+from router.prices import FREE, NAMES, UNITS, Name, Price, listed, written
 from workers.config import Config, Span
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
@@ -96,6 +96,8 @@ class _Priced(BaseModel):
     output_cost_per_second: USD = None
     input_cost_per_character: USD = None
     output_cost_per_character: USD = None
+    input_cost_per_pixel: USD = None
+    output_cost_per_pixel: USD = None
 
 
 class LiteLLMParams(_Limited, _Priced):
@@ -329,7 +331,12 @@ class Deployment(Config):
         said = {
             name: usd for name in NAMES if (usd := _first(getattr(params, name, None), getattr(info, name))) is not None
         }
-        return written(said, replace(listed, above=None, long=None)) if said else listed
+        if not said:
+            return listed
+        # The table's finer prices would not be the same model's any more.
+        pictures = () if any(name in UNITS for name in said) else listed.pictures
+        plain = replace(listed, above=None, long=None, tiers=(), pictures=pictures, uncounted=False)
+        return written(said, plain)
 
     @property
     def priced_as(self) -> tuple[Name, ...]:
@@ -361,7 +368,11 @@ def price(deployments: Sequence[Deployment], path: Path) -> None:
     """Give each its price of the table in `path`. Raises OSError and ValueError."""
     found = listed(path, {name for d in deployments for name in d.priced_as})
     for deployment in deployments:
-        deployment._listed = next((found[name] for name in deployment.priced_as if name in found), None)
+        prices = [found[name] for name in deployment.priced_as if name in found]
+        pictures = next((price.pictures for price in prices if price.pictures), ())
+        # A name may be listed by sizes alone, while the next has the prices of tokens.
+        plain = next((price for price in prices if replace(price, pictures=()) != FREE), FREE)
+        deployment._listed = replace(plain, pictures=pictures) if prices else None
 
 
 def without_secrets(value: Any) -> Any:

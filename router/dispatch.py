@@ -33,7 +33,6 @@ from router.errors import (
     Unrecorded,
 )
 from router.estimates import Estimates
-from router.features import output_limit
 from router.gather import Gatherer
 from router.guardrails import Guardrails
 from router.health import Health, wait_told
@@ -45,7 +44,7 @@ from router.retries import kind_of
 from router.settings import Settings
 from router.shadow import Shadow
 from router.telemetry import Metrics, Outcome, log_request
-from router.till import Till
+from router.till import Till, reserved_tokens
 from router.traces import Traces, follow
 from router.transports.base import Transport
 
@@ -305,7 +304,7 @@ class Dispatcher:
         finally:
             course.upstream_s += time.perf_counter() - asked
         if grant is not None:
-            call.places.append(Place(grant, reply, deployment.price))
+            call.places.append(Place(grant, reply, self.till.tariffs[deployment.id], asked))
         course.deployment, course.transport, course.asked = deployment.id, deployment.transport, asked
         course.spare = call.model if call.model != course.call.model else None
         return reply
@@ -315,9 +314,11 @@ class Dispatcher:
         allowance = self.allowances.get(deployment.id)
         if allowance is None:
             return None
-        asked, allowed = (course.facts.prompt_tokens if course.facts else 0), output_limit(call) or 0
+        facts = course.facts
+        assert facts is not None  # noqa: S101  (nothing is tried before it is decided)
+        cost = 0.0 if allowance.max_budget is None else self.till.cost(call, facts, deployment.id)
         try:
-            return await take(self.till.limits, allowance, asked + allowed, deployment.price.of(asked, allowed))
+            return await take(self.till.limits, allowance, reserved_tokens(call, facts), cost)
         except TransportError as error:
             course.failed(deployment.id, error)
             raise

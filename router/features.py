@@ -42,6 +42,8 @@ _WHERE = {
 """What a door asks of a deployment; all others are passed through."""
 _MESSAGES = ("messages", "prompt", "input")
 _READ = (*_MESSAGES, "tools", "instructions")
+_READ_RAW = (*_READ, "system")
+"""At doors that are passed through: `/messages` has its instructions apart."""
 _OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -80,7 +82,7 @@ def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:
 def prompt_tokens(call: Call) -> int:
     """An estimate from the bytes of what is to be read: about four to a token."""
     fields, size = call.fields, 0
-    for name in _READ:
+    for name in _READ if call.raw is None else _READ_RAW:
         raw = fields.get(name)
         if raw is not None:
             size += len(raw)

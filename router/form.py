@@ -24,6 +24,9 @@ _DISPOSITION = re.compile(
 )
 _MOST_HEAD = 16 * 2**10
 _MOST_NAME = 1024
+_SHORT = 64
+TOLD = frozenset({"n", "size", "quality", "seconds", "duration", "service_tier"})
+"""Short fields that tell what the request may cost. They are read and pass unchanged."""
 
 
 def boundary_of(content_type: str) -> bytes:
@@ -40,6 +43,8 @@ class Form:
     def __init__(self, boundary: bytes, rename: Callable[[str], str]) -> None:
         """`rename` gives the name that takes the place of what the field says; it may raise."""
         self.model: str | None = None
+        self.told: dict[str, str] = {}
+        """Those of TOLD that were read; empty where one is written twice."""
         self._rename = rename
         self._mark = b"\n--" + boundary
         self._rest = b"\r\n"  # as if a line had ended: the first boundary is one like the others
@@ -47,6 +52,7 @@ class Form:
         """Bytes of the output that nobody sent."""
         self._state = self._pass
         self._wants_more = False
+        self._field = ""
 
     def feed(self, data: bytes) -> bytes:
         """What may go on. Raises BadRequest where the body is not well formed."""
@@ -105,8 +111,22 @@ class Form:
             self._wants_more = True
             return b""
         head, self._rest = rest[: end + 4], rest[end + 4 :]
-        self._state = self._name if _names_model(head) else self._pass
+        name = _field(head)
+        self._field = name
+        self._state = self._name if name == "model" else self._short if name in TOLD else self._pass
         return head
+
+    def _short(self) -> bytes:
+        """A value that is read on its way, where it is short."""
+        at = self._find()
+        if at < 0 and len(self._rest) <= _SHORT + len(self._mark):
+            self._wants_more = True
+            return b""
+        if 0 < at <= _SHORT:
+            said = self._rest[: at - 1].decode(errors="replace")
+            self.told[self._field] = "" if self._field in self.told else said
+        self._state = self._pass
+        return b""
 
     def _after(self) -> bytes:
         """Nothing may follow but the end of the line."""
@@ -127,8 +147,8 @@ class Form:
         return out
 
 
-def _names_model(head: bytes) -> bool:
-    """Whether a part is the field `model`. Raises BadRequest for a head that servers may read in two ways."""
+def _field(head: bytes) -> str:
+    """The name of a part's field, in lower case. Raises BadRequest for a head that servers may read in two ways."""
     lines = head.split(b"\r\n")
     if lines[0] or any(_HEADER.match(line) is None for line in lines[1:-2]):
         raise _unreadable("a part's head is not well formed")
@@ -137,11 +157,12 @@ def _names_model(head: bytes) -> bool:
     found = _DISPOSITION.match(dispositions[0]) if len(dispositions) == 1 else None
     if found is None:
         raise _unreadable("a part needs one content-disposition of the kind form-data, with a name")
-    if (found["quoted"] if found["bare"] is None else found["bare"]).strip().lower() != b"model":
-        return False
+    field: bytes = (found["quoted"] if found["bare"] is None else found["bare"]).strip().lower()
+    if field != b"model":
+        return field.decode("latin-1")
     if found["file"] or any(name.lower() == b"content-transfer-encoding" for name, _, _ in written):
         raise _unreadable("the field 'model' must be plain text")
-    return True
+    return "model"
 
 
 def _unreadable(why: str) -> BadRequest:

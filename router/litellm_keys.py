@@ -21,6 +21,7 @@ WORKS: dict[str, str] = {
         "output_cost_per_reasoning_token input_cost_per_audio_token output_cost_per_audio_token "
         "input_cost_per_image_token output_cost_per_image_token input_cost_per_image output_cost_per_image "
         "input_cost_per_second output_cost_per_second input_cost_per_character output_cost_per_character "
+        "input_cost_per_pixel output_cost_per_pixel "
         "mock_response drop_params additional_drop_params"
     ),
     "router_settings": (

@@ -5,13 +5,14 @@ A deployment that is full is passed over like one that fails, but nothing is hel
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+from router.bills import Tariff
 from router.call import Reply
 from router.deployments import Deployment
 from router.errors import TooManyRequests, TransportError
 from router.limits import Grant, Limits
-from router.prices import Price
 
 FULL = "deployment_limit"
 """Code of a deployment that has reached a limit of its own."""
@@ -48,7 +49,9 @@ class Place:
 
     grant: Grant
     reply: Reply
-    price: Price
+    tariff: Tariff
+    asked: float
+    """`perf_counter` when it was asked."""
 
 
 async def take(limits: Limits, allowance: Allowance, tokens: int, cost: float) -> Grant:
@@ -68,8 +71,9 @@ async def take(limits: Limits, allowance: Allowance, tokens: int, cost: float) -
 
 async def give_back(limits: Limits, place: Place) -> None:
     """Count what was really used; what was reserved where nobody told."""
-    used, grant = place.reply.usage, place.grant
-    cost = place.price.bill(used)
+    reply, grant = place.reply, place.grant
+    used = reply.usage
+    cost = place.tariff.bill(reply, time.perf_counter() - place.asked) if reply.cost is None else reply.cost()
     await limits.settle(
         grant,
         used.prompt_tokens + used.completion_tokens if used.known else grant.tokens,

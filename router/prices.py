@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from router.call import Usage
 
 _ABOVE = re.compile(r"(input_cost_per_token|output_cost_per_token|cache_read_input_token_cost)_above_(\d+)k_tokens$")
+_SIZED = re.compile(r"(?:([^/]+)/)??(?:([a-z]+)/)?(\d+)-x-(\d+)/(.+)$")
 TOKENS = ("input_cost_per_token", "output_cost_per_token", "cache_read_input_token_cost")
 """LiteLLM's names, in the table and in the configuration."""
 _READ = {
@@ -40,14 +41,49 @@ UNITS = {
     "output_cost_per_second": "seconds",
     "input_cost_per_character": "characters",
     "output_cost_per_character": "characters",
+    "input_cost_per_pixel": "pixels",
+    "output_cost_per_pixel": "pixels",
 }
 """What doors of images and sound count. Where a table prices both directions it means one and the same thing: once."""
 
 NAMES = (*TOKENS, *KINDS, *UNITS)
 """Every price that is billed."""
 
+TIERS = {"priority": "_priority", "flex": "_flex", "batch": "_batches"}
+"""Service tiers, as requests and answers name them, and how the table's names of their prices end."""
+IMAGE_TOKENS = 6240
+"""Tokens reserved for one image where tokens are what it costs: those of the largest and best of `gpt-image-1`."""
+USUAL_SIZE = "1024x1024"
+"""Of an image of which nobody said another."""
+_STANDARD = ("standard", "")
+
 Amounts = tuple[tuple[str, float], ...]
 """USD by what is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One way to ask for an image, and what it costs."""
+
+    quality: str
+    """Empty where the table does not tell them apart."""
+    size: str
+    usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request may use at most, as far as it tells."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    kinds: frozenset[str] = frozenset()
+    """Kinds of tokens that may be among them."""
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Images, seconds, characters, pixels."""
+    quality: str = ""
+    size: str = ""
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +100,13 @@ class Price:
     kinds: Amounts = ()
     """Of tokens by kind; one that is not named is billed as any other."""
     units: Amounts = ()
-    """Of images, seconds and characters."""
+    """Of images, seconds, characters and pixels."""
+    pictures: tuple[Picture, ...] = ()
+    """Of images by quality and size, where the table has such."""
+    tiers: tuple[tuple[str, Price], ...] = ()
+    """By service tier, where it is another."""
+    uncounted: bool = False
+    """The table prices it by what nobody counts here, and by nothing else: it is not free, but its cost is unknown."""
 
     def of(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
         """USD for one call. Cached tokens are among the prompt's."""
@@ -80,15 +122,70 @@ class Price:
 
         Tokens are billed where they have a price and were told, else images, seconds and characters.
         """
+        if self.tiers and used.tier and (price := self.tier(used.tier)) is not self:
+            return price.bill(used)
         counted = used.counted
         if used.known and (self.prompt or self.completion or self.kinds):
             usd = self.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
             return usd if counted is None or not self.kinds else usd + self._beyond(used, counted)
-        if self.units and counted is not None:
-            found = [usd * counted[what] for what, usd in self.units if what in counted]
-            if found:
-                return sum(found)
+        if self.pictures and counted is not None and "images" in counted:
+            return self._pictures(counted["images"], *(used.image or ("", "")))
+        if self.units and counted is not None and (flat := self._units(counted)) is not None:
+            return flat
         return 0.0 if self._free else None
+
+    def reserve(self, asked: Asked) -> float:
+        """USD that an answer to this may cost: at the dearest kind of token, quality or size that is left open."""
+        price = self.tier(asked.tier) if asked.tier else self
+        tokens = price._dearest(asked)
+        counted = asked.counted
+        if "images" not in counted:
+            return max(tokens, price._units(counted) or 0.0)
+        images = counted["images"]
+        fits = [p.usd for p in price.pictures if asked.quality in ("", p.quality) and asked.size in ("", p.size)]
+        flat = [images * usd for usd in fits or [p.usd for p in price.pictures]]
+        unit = price._units(counted)
+        if unit is not None and (not fits or not asked.quality or not asked.size):
+            flat.append(unit)
+        drawn = dict(price.kinds).get("drawn", price.completion)
+        return max(tokens, max(flat) if flat else images * IMAGE_TOKENS * drawn)
+
+    def tier(self, name: str) -> Price:
+        """What a service tier costs; this where no price is told of it."""
+        return next((price for tier, price in self.tiers if tier == name), self)
+
+    def _dearest(self, asked: Asked) -> float:
+        prompt, answer = asked.prompt_tokens, asked.completion_tokens
+        if self.long is not None and self.above is not None and prompt > self.above:
+            return self.long._dearest(asked)
+        may = {what: usd for what, usd in self.kinds if what in asked.kinds}
+        read = max(self.prompt, *(usd for what, usd in may.items() if what not in _OF_ANSWER), 0.0)
+        written = max(self.completion, *(usd for what, usd in may.items() if what in _OF_ANSWER), 0.0)
+        return prompt * read + answer * written
+
+    def _units(self, counted: Mapping[str, float]) -> float | None:
+        """Of images or pixels the first that has a price: they are two measures of one thing."""
+        prices = dict(self.units)
+        if "images" in prices:
+            prices.pop("pixels", None)
+        found = [usd * counted[what] for what, usd in prices.items() if what in counted]
+        return sum(found) if found else None
+
+    def _pictures(self, images: float, quality: str, size: str) -> float | None:
+        """Where no quality was told, the standard one holds; None where that could be several."""
+        sized = {p.quality: p.usd for p in self.pictures if p.size == (size or USUAL_SIZE)}
+        names = (quality,) if quality else _STANDARD
+        usd = next((sized[name] for name in (*names, "") if name in sized), None)
+        if usd is not None:
+            return images * usd
+        return self._units({"images": images})
+
+    @property
+    def dear(self) -> bool:
+        """Some kind of token costs more than a plain one."""
+        return any(usd > (self.completion if what in _OF_ANSWER else self.prompt) for what, usd in self.kinds) or (
+            self.long is not None and self.long.dear
+        )
 
     def named(self) -> dict[str, float | None]:
         """By LiteLLM's names: those of tokens always, others where they have a price."""
@@ -100,7 +197,7 @@ class Price:
     @property
     def _free(self) -> bool:
         amounts = (self.prompt, self.completion, self.cached, *dict(self.kinds + self.units).values())
-        return not any(amounts)
+        return not (any(amounts) or any(picture.usd for picture in self.pictures) or self.uncounted)
 
     def _beyond(self, used: Usage, counted: Mapping[str, float]) -> float:
         """USD by which tokens of kinds cost more, or less, than plain ones. No token is of two kinds."""
@@ -140,22 +237,70 @@ Name = tuple[str, str | None]
 def listed(path: Path, names: Iterable[Name]) -> dict[Name, Price]:
     """Prices of those of `names` that the table has. Raises OSError, and ValueError where the file is no table."""
     content = path.read_bytes()
+    wanted = set(names)
     try:
         table = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        entries = {
-            name: msgspec.json.decode(table[name[0]], type=dict[str, object]) for name in names if name[0] in table
-        }
+        entries = {name: _entry(table[name[0]]) for name in wanted if name[0] in table}
+        drawn = {name: _entry(table[name]) for name in _composed(table, wanted)}
     except msgspec.DecodeError as error:
         raise ValueError(f"{path.name} is no price table: {error}") from None
-    return {name: _price(entry) for name, entry in entries.items() if name[1] in (None, entry.get("litellm_provider"))}
+    found = {name: _price(entry) for name, entry in entries.items() if name[1] in (None, entry.get("litellm_provider"))}
+    for name in wanted:
+        pictures = _pictures(name, drawn)
+        if pictures:
+            found[name] = replace(found.get(name, FREE), pictures=pictures)
+    return found
+
+
+_entry = msgspec.json.Decoder(dict[str, object]).decode
+
+
+def _composed(table: Iterable[str], wanted: Iterable[Name]) -> list[str]:
+    """Names of the table that tell a size of one of these models: `high/1024-x-1024/gpt-image-1`."""
+    ends = tuple({"/" + end for name, _ in wanted for end in (name, name.partition("/")[2]) if end})
+    return [key for key in table if "-x-" in key and key.endswith(ends)]
+
+
+def _pictures(name: Name, drawn: Mapping[str, Mapping[str, object]]) -> tuple[Picture, ...]:
+    """What the table's composed names say of one model. Its provider may stand before or behind the size."""
+    model, wanted = name
+    found = []
+    for key, entry in drawn.items():
+        match, provider = _SIZED.match(key), entry.get("litellm_provider")
+        if match is None or wanted not in (None, provider):
+            continue
+        before, quality, width, height, bare = match.groups()
+        if before is None and quality == provider:
+            before, quality = provider, None
+        names = {bare, f"{provider}/{bare}"} if before in (None, provider) else set()
+        if before == provider and wanted is None:
+            names.discard(bare)  # another provider's model may have the bare name
+        if model in names and (usd := _per_image(entry, int(width) * int(height))) is not None:
+            found.append(Picture(quality or "", f"{width}x{height}", usd))
+    return tuple(found)
+
+
+def _per_image(entry: Mapping[str, object], pixels: int) -> float | None:
+    unit = dict(_tier(entry, "", FREE).units)
+    return unit["images"] if "images" in unit else unit["pixels"] * pixels if "pixels" in unit else None
 
 
 def _price(entry: Mapping[str, object]) -> Price:
-    plain = _tier(entry, "", FREE)
+    plain = _ladder(entry, "")
+    tiers = [(name, end) for name, end in TIERS.items() if any(key.endswith(end) for key in entry)]
+    tiered = tuple((name, _ladder(entry, end)) for name, end in tiers)
+    odd = plain._free and any(_usd(usd) for key, usd in entry.items() if "cost" in key)
+    return replace(plain, tiers=tiered, uncounted=odd)
+
+
+def _ladder(entry: Mapping[str, object], tier: str) -> Price:
+    """The prices of a service tier, by length of the prompt; what it has not of its own is as everywhere."""
+    plain = _tier(entry, tier, _tier(entry, "", FREE))
     longer: Price | None = None
     above: int | None = None
     for bound in sorted({int(found[2]) for key in entry if (found := _ABOVE.match(key))}, reverse=True):
-        longer = replace(_tier(entry, f"_above_{bound}k_tokens", plain), above=above, long=longer)
+        step = f"_above_{bound}k_tokens"
+        longer = replace(_tier(entry, step + tier, _tier(entry, step, plain)), above=above, long=longer)
         above = bound * 1000
     return replace(plain, above=above, long=longer)
 

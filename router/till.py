@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from policies.facts import Decision, Facts
-from router.bills import Tariff, expected
+from router.asked import answers
+from router.bills import Tariff, reserved
 from router.call import Call
 from router.course import Course
 from router.errors import TooManyRequests, Unaffordable
@@ -32,7 +33,7 @@ class Till:
         tokens = reserved_tokens(call, facts)
         if call.tenant.max_budget is None or not decision.ranked:
             return await self.limits.admit(call.tenant, tokens)
-        costs = [expected(facts, id, self.tariffs[id]) for id in decision.ranked]
+        costs = [self.cost(call, facts, id) for id in decision.ranked]
         least = min(costs)
         try:
             return await self.limits.admit(call.tenant, tokens, costs[0])
@@ -40,6 +41,10 @@ class Till:
             if full.headers.get("x-twolane-limit") != "max_budget" or least >= costs[0]:
                 raise
         return await self.limits.admit(call.tenant, tokens, least)
+
+    def cost(self, call: Call, facts: Facts, deployment: str) -> float:
+        """USD to reserve for an answer of this deployment."""
+        return reserved(call, facts, deployment, self.tariffs[deployment])
 
     async def afford(self, course: Course, deployment: str) -> None:
         """Reserve what this deployment costs beyond what was reserved. Raises Unaffordable.
@@ -49,7 +54,7 @@ class Till:
         grant, facts = course.grant, course.facts
         if grant is None or grant.settled or facts is None or course.call.tenant.max_budget is None:
             return
-        cost = expected(facts, deployment, self.tariffs[deployment])
+        cost = self.cost(course.call, facts, deployment)
         if not await self.limits.afford(grant, cost):
             budget = course.call.tenant.max_budget
             raise Unaffordable(
@@ -80,5 +85,6 @@ class Till:
 
 
 def reserved_tokens(call: Call, facts: Facts) -> int:
-    """Tokens a call is charged before it runs: what it asks, and what it allows in answer if it says so."""
-    return facts.prompt_tokens + (output_limit(call) or 0)
+    """Tokens a call is charged before it runs: what it asks, and what it allows in answers if it says so."""
+    limit = output_limit(call)
+    return facts.prompt_tokens if not limit else facts.prompt_tokens + limit * answers(call)

@@ -23,6 +23,8 @@ class Upload:
         self.said: str | None = None
         """The model group that the caller named, in the form or elsewhere: a form may name no other."""
         self.in_form = False
+        self.fields: dict[str, str] = {}
+        """Short fields of a form that stand in what was looked at: see `form.TOLD`."""
         self.failure: RouterError | None = None
         """What is wrong with the body, where that showed while it was being sent."""
         self._receive = receive
@@ -46,6 +48,11 @@ class Upload:
         """All of it is at hand: it can be sent again."""
         return self._ended and not self._dropped
 
+    @property
+    def most(self) -> int:
+        """Bytes that it can have."""
+        return self._size if self._ended else self._limit if self._length is None else self._length
+
     async def look(self) -> None:
         """Read the first piece; of a form as much as it takes to find `model`. Raises BadRequest and Gone."""
         form = None if self._boundary is None else Form(self._boundary, lambda name: name)
@@ -57,6 +64,7 @@ class Upload:
             if form is None:
                 return
             form.feed(piece)
+            self.fields = form.told
             if form.model is not None:
                 self.said, self.in_form = form.model, True
                 return

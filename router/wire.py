@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -156,6 +157,14 @@ def count_kinds(read: TokenDetails | None, written: TokenDetails | None, into: U
             count(into, "drawn", written.image_tokens)
 
 
+def read_tier(raw: msgspec.Raw, into: Usage) -> None:
+    """Note the service tier that an answer says it had; what is no text is none."""
+    if raw is ABSENT:
+        return
+    with suppress(msgspec.DecodeError):
+        into.tier = _text.decode(raw) or into.tier
+
+
 def unread(into: Usage) -> None:
     """What was told cannot be, so nothing is known; what was counted besides stands."""
     into.prompt_tokens = into.completion_tokens = into.cached_tokens = 0
@@ -175,6 +184,7 @@ class Answer(msgspec.Struct, gc=False):
     usage: msgspec.Raw = ABSENT
     error: msgspec.Raw = ABSENT
     twolane: msgspec.Raw = ABSENT
+    service_tier: msgspec.Raw = ABSENT
     response: msgspec.Raw = ABSENT
     """`/responses` puts the whole answer, usage included, into its last event."""
 

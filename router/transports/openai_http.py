@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from router.asked import tier
 from router.call import Call, Reply
 from router.errors import Unavailable
 from router.transports.frames import Frames
 from router.transports.http1 import KEPT_S, Address, Answer, Malformed, Server, header_lines, request_head
 from router.transports.stream import Stream
 from router.transports.upstream_errors import in_answer, refusal, translate
-from router.wire import read_answer, read_usage, told, without_run
+from router.wire import read_answer, read_tier, read_usage, told, without_run
 from workers.protocol import KV
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ async def _bounded(answer: Answer, limit: int, *, cut: bool = False) -> bytes:
 async def _plain(answer: Answer, target: Target, call: Call) -> Reply:
     body = await _bounded(answer, _MAX_ANSWER)
     reply = Reply(answer.status, answer.headers.get("content-type", _JSON), body, headers=_kept(answer, target))
+    if "service_tier" in call.fields:
+        reply.usage.tier = tier(call)
     said = read_answer(body)
     if said is None:
         raise Unavailable("The upstream's answer is not a JSON object.", status=502, code="upstream_malformed")
@@ -229,6 +232,7 @@ async def _plain(answer: Answer, target: Target, call: Call) -> Reply:
         raise in_answer(said.error, secrets=target.secrets, path=call.path)
     if told(said.usage):
         read_usage(said.usage, reply.usage)
+        read_tier(said.service_tier, reply.usage)
     if target.worker and told(said.twolane):
         reply.run = said.twolane
         reply.body = without_run(body)
@@ -243,6 +247,8 @@ async def _stream(answer: Answer, target: Target, call: Call, timeout: float) ->
             raise in_answer(said.error, secrets=target.secrets, path=call.path)
         raise Unavailable("The upstream answered no event stream.", status=502, code="upstream_malformed")
     reply = Reply(answer.status, f"{_EVENTS}; charset=utf-8", headers=_kept(answer, target))
+    if "service_tier" in call.fields:
+        reply.usage.tier = tier(call)
     stream = Stream(reply, path=call.path, asked=call.include_usage, worker=target.worker, secrets=target.secrets)
     first = b""
     while not first and not stream.done:

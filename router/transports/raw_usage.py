@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from router.asked import characters, picture, pixels, tier
 from router.call import Call, Usage
-from router.errors import BadRequest
-from router.wire import ABSENT, MOST, Count, Splitter, TokenDetails, count, count_kinds, read_text, told, unread
+from router.wire import ABSENT, MOST, Count, Splitter, TokenDetails, count, count_kinds, told, unread
 
 _MAKE = ("/audio", "/images", "/messages")
 
@@ -21,15 +21,12 @@ def makes(call: Call) -> bool:
 
 
 def counted(call: Call) -> Usage:
-    """What the request alone tells: the characters that are to be spoken."""
-    usage = Usage()
-    if call.path == "/audio/speech":
-        try:
-            text = read_text(call.fields, "input")
-        except BadRequest:  # the upstream's to refuse
-            text = None
-        if text:
-            count(usage, "characters", len(text))
+    """What the request alone tells: the characters that are to be spoken, the images' quality and size."""
+    usage = Usage(tier=tier(call))
+    if call.path == "/audio/speech" and (said := characters(call)):
+        count(usage, "characters", said)
+    if call.path.startswith("/images"):
+        usage.image = picture(call)
     return usage
 
 
@@ -48,6 +45,7 @@ class _Usage(msgspec.Struct):
     output_tokens_details: TokenDetails | None = None
     cache_read_input_tokens: Count | None = None
     cache_creation_input_tokens: Count | None = None
+    service_tier: str | None = None
     seconds: Seconds | None = None
 
 
@@ -63,6 +61,8 @@ class _Answer(msgspec.Struct):
 
 class _Images(msgspec.Struct):
     data: list[msgspec.Raw]
+    quality: str | None = None
+    size: str | None = None
 
 
 class _Transcript(msgspec.Struct):
@@ -102,11 +102,18 @@ class UsageReader:
         self._read(body)
         try:
             if self._path.startswith("/images"):
-                count(self._usage, "images", len(_images.decode(body).data))
+                self._pictures(_images.decode(body))
             elif self._path.startswith("/audio") and "seconds" not in (self._usage.counted or {}):
                 count(self._usage, "seconds", _transcript.decode(body).duration)
         except msgspec.DecodeError:  # no such figure in it
             pass
+
+    def _pictures(self, said: _Images) -> None:
+        into, (quality, size) = self._usage, self._usage.image or ("", "")
+        into.image = (said.quality or quality, said.size or size)
+        count(into, "images", len(said.data))
+        if (each := pixels(into.image[1])) is not None:
+            count(into, "pixels", len(said.data) * each)
 
     def _read(self, body: bytes) -> None:
         try:
@@ -144,6 +151,10 @@ class UsageReader:
         if said.seconds:
             count(into, "seconds", said.seconds)
         count_kinds(details, said.output_tokens_details, into)
+        if self._path.startswith("/images") and said.output_tokens_details is None and answer:
+            count(into, "drawn", answer)  # of what kind they are is not told: an image's
+        if said.service_tier is not None:
+            into.tier = said.service_tier
         if into.cached_tokens > into.prompt_tokens:
             unread(into)
             return

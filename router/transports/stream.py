@@ -16,6 +16,7 @@ from router.wire import (
     finished,
     frame,
     read_answer,
+    read_tier,
     read_usage,
     told,
     unmarked,
@@ -123,9 +124,11 @@ class Stream:
             data = without_run(data)
         if told(answer.usage):
             read_usage(answer.usage, self._reply.usage)
+            read_tier(answer.service_tier, self._reply.usage)
             return data if self._asked or self._path == "/responses" else without_usage(data)
         if told(answer.response):
             completed = read_answer(bytes(answer.response))
             if completed is not None and told(completed.usage):
                 read_usage(completed.usage, self._reply.usage)
+                read_tier(completed.service_tier, self._reply.usage)
         return data

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from router.asked import tier
 from router.call import Call, Reply
 from router.deployments import Deployment
 from router.errors import Refused, TimedOut, TransportError, Unavailable
@@ -199,6 +200,7 @@ class TextLiteLLM:
             raise self.translate(error, call.path) from None
         body, usage = answer
         reply = Reply(200, "application/json", body, first_frame=time.perf_counter())
+        reply.usage.tier = tier(call)
         if usage is not None:
             read_usage(usage, reply.usage)
         return reply
@@ -228,6 +230,7 @@ class TextLiteLLM:
         self, function: Callable[..., Any], arguments: dict[str, Any], call: Call, timeout: float
     ) -> Reply:
         reply = Reply(200, "text/event-stream; charset=utf-8")
+        reply.usage.tier = tier(call)
         frames = _Frames(self._thread, reply, call, timeout, self.translate)
         frames.start(function, arguments)
         try:

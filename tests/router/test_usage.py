@@ -31,7 +31,11 @@ NONSENSE: list[dict[str, Any]] = [
     {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": -900}},
     {"prompt_tokens": 3, "completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": -1}},
 ]
-PRICES = {"input_cost_per_token": 1e-3, "output_cost_per_token": 1e-3, "cache_read_input_token_cost": 1e-6}
+PRICES: dict[str, Any] = {
+    "input_cost_per_token": 1e-3,
+    "output_cost_per_token": 1e-3,
+    "cache_read_input_token_cost": 1e-6,
+}
 
 
 @pytest.fixture
