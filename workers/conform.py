@@ -7,10 +7,12 @@ The folder may hold `projector/` (networks alone), `e2e/CASE/` (tiny models, fus
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from workers.c2c_run import (
     sections_of,
 )
 from workers.conform_checks import BF16_ATOL, BF16_RTOL, Case, Cases, Checks
-from workers.errors import BadPrompt, WorkerError
+from workers.errors import BadPrompt, LoadFailed
 from workers.fusers.c2c import Fusion, load_official, projector_shape
 from workers.fusers.projector import KINDS, LAYER_MAPS, C2CProjector, ProjectorShape, temperature
 from workers.loader import kv_shape
@@ -48,6 +50,9 @@ def conform(folder: Path) -> list[Case]:
     with _one_thread():
         for file in sorted((folder / "projector").glob("*.projector.json")):
             _projector(cases, file)
+        for file in sorted((folder / "projector").glob("*.safetensors")):
+            if not file.with_name(f"{file.stem}.projector.json").exists():
+                cases.broken(f"projector/{file.stem}", "no .projector.json says what network it is of")
         _tables(cases, folder / "projector")
         for place in sorted(p for p in (folder / "e2e").glob("*") if p.is_dir()):
             _end_to_end(cases, place)
@@ -90,7 +95,7 @@ def _projector(cases: Cases, file: Path) -> None:
                     weight, _ = projector.weight_and_feature(kind, tensors[f"in.source_{kind}"], own)
                 checks.close(f"mid.{kind}_weight", weight, mid, **tolerance)
             if (written := tensors.get(f"out.{kind}_written_to_bf16_cache")) is not None:
-                checks.close(f"{kind} in cache", got.to(written.dtype), written, rtol=BF16_RTOL)
+                checks.close(f"out.{kind}_written_to_bf16_cache", got.to(written.dtype), written, rtol=BF16_RTOL)
     if _has(file.with_name(f"{stem}.safetensors"), "train.out.key"):
         with cases.case(f"{name} train") as checks:
             _train_projector(checks, file, stem)
@@ -161,18 +166,24 @@ def _tables(cases: Cases, folder: Path) -> None:
 
 def _end_to_end(cases: Cases, place: Path) -> None:
     name = f"e2e/{place.name}"
+    files = sorted(place.glob("expected*.json"))
     try:
         receiver, sharers, fusion = _models(place)
-    except (WorkerError, OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises all kinds for a model that it cannot read
         cases.broken(name, f"cannot be loaded: {error}")
         return
+    if not files:
+        cases.broken(name, "no expected*.json says what a run gave")
     used: set[Path] = set()
-    for file in sorted(place.glob("expected*.json")):
+    for file in files:
         label = f"{name}{file.stem.removeprefix('expected').replace('_', '/', 1)}"
         try:
             expected = _json(file)
         except ValueError as error:
             cases.broken(label, f"not JSON: {error}")
+            continue
+        if not isinstance(expected, dict) or not (expected.get("runs") or "features" in expected):
+            cases.broken(label, "names no runs")
             continue
         if "features" in expected:
             used.add(file.with_suffix(".safetensors"))
@@ -200,7 +211,12 @@ def _models(place: Path) -> tuple[Any, list[Sharer], Fusion]:
     from transformers import AutoModelForCausalLM
 
     def load(folder: Path) -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        auto: Any = AutoModelForCausalLM
+        model, told = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        for what in ("missing_keys", "unexpected_keys"):
+            if found := sorted(told[what]):
+                # transformers would fill in what is missing at random, and leave out what it does not know.
+                raise LoadFailed(f"{folder.name}: {what.replace('_', ' ')}: {', '.join(found)}")
         return model.eval().requires_grad_(False)
 
     receiver = load(place / "receiver")
@@ -308,6 +324,7 @@ def _batch(
     ):
         if name in tensors and got is not None:
             checks.same(name, got.float().flatten().tolist(), tensors[name].float().flatten().tolist())
+    checks.same("sections", *_indices(expected["features"], tensors))
     trained = [p for s in sharers for m in s.fuser.projectors.values() for p in m.parameters()]
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -322,6 +339,20 @@ def _batch(
         for parameter in trained:
             parameter.requires_grad_(False)
             parameter.grad = None
+
+
+def _indices(features: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Any]]:
+    """The batch's `kv_cache_index`, one list per section, of the features and of the vectors."""
+    split = []
+    for feature in features:
+        index = feature["kv_cache_index"]
+        ends = accumulate(s.length for s in sections_of([code for code, _ in index]))
+        split.append([index[start:end] for start, end in pairwise((0, *ends))])
+    made = []
+    for column in zip(*split, strict=True):
+        width = max(map(len, column))
+        made.append([[*part, *[[-1, -1]] * (width - len(part))] for part in column])
+    return made, [tensors[f"kv_cache_index.section_{i}"].tolist() for i in range(len(made))]
 
 
 def _parameter(sharer: Sharer, name: str) -> Tensor:
@@ -346,6 +377,9 @@ def _aligned_prompt(checks: Checks, place: Path, expected: dict[str, Any]) -> No
         tensors = load_file(place / f"expected_{run}.safetensors")
         checks.same("receiver ids", list(aligned.receiver_ids), tensors["input_ids.receiver"][0].tolist())
         checks.same("sharer ids", list(aligned.sharer_ids), tensors["input_ids.sharer"][0].tolist())
+        for role, padding in (("receiver", aligned.receiver_padding), ("sharer", aligned.sharer_padding)):
+            checks.same(f"{role} mask", [int(not p) for p in padding], tensors[f"attention_mask.{role}"][0].tolist())
+        checks.same("positions", list(range(len(aligned.receiver_ids))), tensors["position_ids"][0].tolist())
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -356,25 +390,41 @@ def _tokenizer(folder: Path) -> Any:
 
 def _alignment(cases: Cases, folder: Path) -> None:
     loaded: dict[str, Any] = {}
+    if folder.is_dir() and not any((folder / name).exists() for name in ("cases.json", "every_token.json")):
+        cases.broken("alignment", "neither cases.json nor every_token.json is there")
 
     def tokenizer(name: str) -> Any:
         if name not in loaded:
             loaded[name] = _tokenizer(folder / name if "/" in name else folder / "tokenizers" / name)
         return loaded[name]
 
-    if (file := folder / "cases.json").exists():
-        for row in _json(file)["cases"]:
-            sharer = row["sharer_tokenizer"]
-            with cases.case(f"alignment/{row['case']} {sharer} {row['strategy']} {row['mode']}") as checks:
-                aligner = OfficialAligner(tokenizer("receiver"), tokenizer(sharer), row["strategy"])
-                _aligned_case(checks, aligner, row)
-    if (file := folder / "every_token.json").exists():
-        for row in _json(file)["runs"]:
-            with cases.case(f"alignment/every_token {row['strategy']}") as checks:
-                one = Aligner(tokenizer("receiver"), tokenizer(row.get("sharer_tokenizer", "sharer")), row["strategy"])
-                checks.same("sharer_ids", [one.convert(i) for i in row["receiver_ids"]], row["sharer_ids"])
-                found = [list(one.candidates(i)) for i in row["receiver_ids"]]
-                checks.same("candidates", found, row.get("candidates", found))
+    for row in _rows(cases, folder / "cases.json", "cases"):
+        label = " ".join(str(row.get(key)) for key in ("case", "sharer_tokenizer", "strategy", "mode"))
+        with cases.case(f"alignment/{label}") as checks:
+            aligner = OfficialAligner(tokenizer("receiver"), tokenizer(row["sharer_tokenizer"]), row["strategy"])
+            _aligned_case(checks, aligner, row)
+    for row in _rows(cases, folder / "every_token.json", "runs"):
+        with cases.case(f"alignment/every_token {row.get('strategy')}") as checks:
+            one = Aligner(tokenizer("receiver"), tokenizer(row.get("sharer_tokenizer", "sharer")), row["strategy"])
+            checks.same("sharer_ids", [one.convert(i) for i in row["receiver_ids"]], row["sharer_ids"])
+            found = [list(one.candidates(i)) for i in row["receiver_ids"]]
+            checks.same("candidates", found, row.get("candidates", found))
+
+
+def _rows(cases: Cases, file: Path, key: str) -> list[dict[str, Any]]:
+    """The vectors of a file; none where it is not there. One that holds no vectors is a broken case."""
+    if not file.exists():
+        return []
+    try:
+        held = _json(file)
+    except ValueError as error:
+        cases.broken(f"alignment/{file.stem}", f"not JSON: {error}")
+        return []
+    rows = held.get(key) if isinstance(held, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        cases.broken(f"alignment/{file.stem}", f"{key} must be a list of objects, with one at least")
+        return []
+    return rows
 
 
 def _aligned_case(checks: Checks, aligner: Aligner, row: dict[str, Any]) -> None:
@@ -421,7 +471,9 @@ def conform_command(folder: Path, as_json: bool) -> None:
     width = max(len(case.name) for case in cases)
     for case in cases:
         if as_json:
-            click.echo(json.dumps(asdict(case)))
+            # JSON has no infinity: null where nothing could be compared.
+            row = {k: None if v in (math.inf, -math.inf) else v for k, v in asdict(case).items()}
+            click.echo(json.dumps(row))
             continue
         verdict = "pass" if case.passed else "FAIL"
         line = f"{verdict}  {case.name:<{width}}  error {case.error:.2e} of {case.tolerance:.2e}"

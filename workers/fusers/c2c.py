@@ -308,7 +308,10 @@ def projector_shape(file: Path) -> ProjectorShape:
     if str(name).lower() != "c2cprojector":
         raise LoadFailed(f"{file}: projector class {name!r} is not supported; only C2CProjector is")
     known = {f.name: str(f.type) for f in fields(ProjectorShape)}
-    arguments = {k: v for k, v in (written.get("init_args") or {}).items() if k != "dtype"}
+    given = written.get("init_args") or {}
+    if not isinstance(given, dict):
+        raise LoadFailed(f"{file}: init_args must be an object")
+    arguments = {k: v for k, v in given.items() if k != "dtype"}
     if unknown := sorted(set(arguments) - set(known)):
         raise LoadFailed(f"{file}: unknown init_args {', '.join(unknown)}")
     for key, value in arguments.items():
