@@ -41,11 +41,25 @@ def opening(document: Passage, rng: random.Random) -> list[Message]:
     return messages
 
 
-def lesson(tokenizer: Any, seed: int, wide: Sequence[str], part: Part = "train", most: int = 6) -> Lesson:
-    """One passage as a lesson of at most so many questions."""
+def opened(seed: int, wide: Sequence[str], part: Part) -> tuple[Passage, list[Message]]:
+    """A passage, and the messages that open a conversation about it."""
     document = passage(seed, part, wide=wide)
     rng = random.Random(f"opening:{seed}")  # noqa: S311 - drawn to be repeated, not to be secret
-    before = opening(document, rng)
+    return document, opening(document, rng)
+
+
+def lines(seed: int, wide: Sequence[str], part: Part = "train", most: int = 6) -> list[dict[str, Any]]:
+    """One passage as lines of a JSONL file, from which `twolane pair train` makes what `lesson` is."""
+    document, before = opened(seed, wide, part)
+    return [
+        {"messages": [*before, {"role": "user", "content": item.question}], "answer": item.answer}
+        for item in document.items[:most]
+    ]
+
+
+def lesson(tokenizer: Any, seed: int, wide: Sequence[str], part: Part = "train", most: int = 6) -> Lesson:
+    """One passage as a lesson of at most so many questions."""
+    document, before = opened(seed, wide, part)
     context: list[int] = []
     asks = []
     for item in document.items[:most]:

@@ -206,7 +206,7 @@ def report_of(
             for route, r in rights.items()
             if route in ("receiver", "relay", "baseline") or is_sharer(route)
         },
-        exact={route: wilson(sum(map(_exact, said, items)), n) for route, said in texts.items()},
+        exact={route: wilson(sum(map(exact, said, items)), n) for route, said in texts.items()},
         f1={
             route: mean_interval([_best_f1(t, i) for t, i in zip(said, items, strict=True)], clusters)
             for route, said in texts.items()
@@ -300,7 +300,8 @@ def _best_f1(text: str, item: Item) -> float:
     return max(f1(text, answer) for answer in item.answers)
 
 
-def _exact(text: str, item: Item) -> bool:
+def exact(text: str, item: Item) -> bool:
+    """Word for word one of the right answers, and nothing else."""
     return any(re.findall(r"\w+", text.lower()) == re.findall(r"\w+", answer.lower()) for answer in item.answers)
 
 

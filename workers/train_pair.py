@@ -91,6 +91,7 @@ class Plan:
                 batch=self.batch,
                 decay="linear",
                 betas=(0.9, 0.999),
+                calibrate=0,
                 seed=self.seed,
             )
         warmup = min(10, max(1, self.steps // 10))
