@@ -14,7 +14,7 @@ import msgspec
 
 from router.cli import Commands, ConfigOption
 from router.settings import ConfigError, Settings, load
-from workers import pairs, sealing
+from workers import hub, pairs, sealing
 from workers.config import ModelConfig, PairConfig
 from workers.errors import LoadFailed
 
@@ -130,9 +130,7 @@ def _changed(pair: PairConfig, settings: Settings, found: Listed) -> list[str]:
     base_check = import_module("workers.base_check")
     try:
         parties = [settings.fleet.model(ref) for ref in pair.parties]
-        changed: list[str] = base_check.changed(
-            Path(pair.fuser).expanduser(), parties, settings.fleet.model(pair.receiver)
-        )
+        changed: list[str] = base_check.changed(_folder(pair.fuser), parties, settings.fleet.model(pair.receiver))
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
@@ -158,7 +156,7 @@ def _load(path: Path) -> Settings:
 
 
 def _listed(pair: PairConfig, settings: Settings) -> Listed:
-    folder = Path(pair.fuser).expanduser()
+    folder = _folder(pair.fuser)
     file, report, problem = None, None, ""
     signer = withdrawn = ""
     if pair.fuser != "identity":
@@ -185,6 +183,14 @@ def _listed(pair: PairConfig, settings: Settings) -> Listed:
         signer=signer,
         withdrawn=withdrawn,
     )
+
+
+def _folder(fuser: str) -> Path:
+    """Where it lies, or would lie: a folder, or what a worker of this machine has fetched from the hub."""
+    path = Path(fuser).expanduser()
+    if path.is_dir() or not hub.is_name(fuser):
+        return path
+    return hub.cached(fuser) or path
 
 
 def _read(folder: Path) -> tuple[pairs.PairFile | None, pairs.Report | None, str]:

@@ -18,25 +18,50 @@ _ADDRESS = re.compile(r"(https?://)(?:[^/@\s]*@)?([^\s?#'\"]*)[?#]?[^\s'\"]*")
 """An address's login and query: the latter signs uploads and downloads from a hub's storage."""
 
 
+def is_name(fuser: str) -> bool:
+    """Whether a fuser that is no folder of this machine can be the hub's: `owner/repo`, `owner/repo/sub/folder`."""
+    return not fuser.startswith((".", "/", "~")) and fuser.count("/") >= 1
+
+
 def fetch(name: str) -> Path:
     """What `owner/repo` or `owner/repo/sub/folder` holds, fetched or found in the cache. Raises LoadFailed."""
+    with _told(f"fuser {name!r}: cannot be fetched from the hub"):
+        folder = _snapshot(name)
+    if not folder.is_dir():
+        repo, prefix = _parts(name)
+        raise LoadFailed(f"fuser {name!r}: the hub's {repo} holds no folder {prefix}")
+    return folder
+
+
+def cached(name: str) -> Path | None:
+    """What has been fetched before of the hub's newest commit that this machine knows; asks no hub."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = _snapshot(name, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return folder if folder.is_dir() else None
+
+
+def _snapshot(name: str, **options: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    repo, prefix = _parts(name)
+    root = snapshot_download(
+        repo,
+        allow_patterns=[f"{prefix}/*" if prefix else "*"],
+        endpoint=os.environ.get("HF_ENDPOINT"),
+        cache_dir=os.environ.get("HF_HUB_CACHE"),
+        **options,
+    )
+    return Path(root) / prefix
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The repository, and the folder in it; empty where all of it is meant."""
     owner, repo, *inside = name.split("/")
-    prefix = "/".join(inside)
-    with _told(f"fuser {name!r}: cannot be fetched from the hub"):
-        root = Path(
-            snapshot_download(
-                f"{owner}/{repo}",
-                allow_patterns=[f"{prefix}/*" if prefix else "*"],
-                endpoint=os.environ.get("HF_ENDPOINT"),
-                cache_dir=os.environ.get("HF_HUB_CACHE"),
-            )
-        )
-    folder = root / prefix if prefix else root
-    if not folder.is_dir():
-        raise LoadFailed(f"fuser {name!r}: the hub's {owner}/{repo} holds no folder {prefix}")
-    return folder
+    return f"{owner}/{repo}", "/".join(inside)
 
 
 def push(place: Path, repo: str, *, private: bool | None = None) -> str:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from workers import pairs, sealing, vocabulary
+from workers import hub, pairs, sealing, vocabulary
 from workers.config import Fleet, PairConfig
 from workers.errors import LoadFailed
 from workers.fusers.base import Fuser
 from workers.fusers.identity import IdentityFuser
 from workers.fusers.several import JointFuser
-from workers.hub import fetch
 from workers.loader import Loaded, Loader
 from workers.pairs import shape_recipe
 from workers.prompt import WITHOUT_THINKING
@@ -120,9 +119,9 @@ def fuser_folder(fuser: str) -> Path | None:
     path = Path(fuser).expanduser()
     if path.is_dir():
         return path
-    if fuser.startswith((".", "/", "~")) or fuser.count("/") < 1:
+    if not hub.is_name(fuser):
         raise LoadFailed(f"fuser {fuser!r}: no such folder")
-    return fetch(fuser)
+    return hub.fetch(fuser)
 
 
 def load_fuser(kind: str, folder: Path | None, receiver: Loaded, mode: str) -> LiteFuser | MixFuser | LinearFuser:

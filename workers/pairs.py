@@ -52,7 +52,7 @@ class Training(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: int
     tokens: int
     seconds: float
-    """Of the process that ended it; a run that was resumed took longer."""
+    """Of all processes that a resumed run took, but for what was lost behind a checkpoint."""
     device: str
     options: dict[str, Any] = {}
 

@@ -185,7 +185,10 @@ class Trainer:
         self.smooth = 0.0
         """The loss, smoothed over about twenty steps."""
         self.tokens = 0
-        """Learnt from since this process began: contexts, questions and answers."""
+        """Learnt from in all steps, also those of earlier processes: contexts, questions and answers."""
+        self.earlier_s = 0.0
+        """What earlier processes took up to the checkpoint that this one goes on from."""
+        self._made_at = time.monotonic()
         self.fuser.net.requires_grad_(True)
         self._parameters = list(fuser.net.parameters())
         self._optimizers = _optimizers(fuser.net, recipe)
@@ -295,6 +298,8 @@ class Trainer:
         state = {
             "step": self.step,
             "smooth": self.smooth,
+            "tokens": self.tokens,
+            "seconds": self.earlier_s + time.monotonic() - self._made_at,
             "net": self.fuser.net.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
@@ -312,6 +317,7 @@ class Trainer:
             for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(kept)
             self.step, self.smooth = int(state["step"]), float(state["smooth"])
+            self.tokens, self.earlier_s = int(state["tokens"]), float(state["seconds"])
             self.fuser.train(False)  # digest and gates are those of the weights, also where no step is left
         except (OSError, KeyError, RuntimeError, ValueError) as error:
             raise LoadFailed(f"{file}: no checkpoint of this fuser ({error})") from error

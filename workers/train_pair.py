@@ -169,7 +169,7 @@ def train_pair(
         data=asked["data"],
         steps=plan.steps if plan.kind != "linear" else 1,
         tokens=done.tokens,
-        seconds=round(time.monotonic() - began, 1),
+        seconds=round(done.earlier_s + time.monotonic() - began, 1),
         device=str(receiver.device) if team.size == 1 else f"{team.size} x {receiver.device.type}",
         options=asdict(plan),
     )
@@ -235,6 +235,8 @@ class _Done:
     loss: float | None = None
     resumed_at: int = 0
     left_out: int = 0
+    earlier_s: float = 0.0
+    """Of the processes before this one."""
 
 
 def _fitted(
@@ -324,7 +326,7 @@ def _learnt(
         if team.rank == 0:
             trainer.checkpoint(checkpoint)
     learnt = sum(questions_in(lesson) for lesson in lessons)
-    return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at, len(items) - learnt)
+    return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at, len(items) - learnt, trainer.earlier_s)
 
 
 def _deafened(sharer: Loaded, reads: Reads) -> tuple[Loaded, Reads]:

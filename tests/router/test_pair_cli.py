@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from huggingface_hub import close_session
 
 from router.cli import main
+from tests import hub
 from workers import pairs
+from workers.hub import fetch
 from workers.pairs import FuserInfo, Interval, PairFile, Party, Report
 
 CONFIG = """
@@ -107,6 +110,28 @@ def test_what_cannot_be_read_is_said_and_is_not_verified(config: Path, tmp_path:
     for file in (tmp_path / "reader").iterdir():
         file.unlink()
     assert "neither a pair.json nor a checkpoint" in run("list", "--config", config).stdout
+
+
+def test_what_a_worker_has_fetched_from_the_hub_is_read(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fuser on the hub is told of from what lies in the cache, without asking the hub; before, it is not here."""
+    with hub.running() as server:
+        for name, value in server.environment(str(tmp_path / "home")).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+        files = {f"some_Fuser/{file.name}": file.read_bytes() for file in (tmp_path / "reader").iterdir()}
+        server.repos["models/owner/repo"] = repo = hub.Repo()
+        repo.commit(files)
+        assert "not on this machine" in run("show", "--config", config, "remote").stdout
+        assert not server.requests
+        fetch("owner/repo/some_Fuser")
+        asked = len(server.requests)
+        shown = run("show", "--config", config, "remote")
+        assert shown.stdout.startswith("remote: lite, handover over the context; verified, retention 0.980 or more")
+        assert "remote: lite" in run("list", "--config", config).stdout
+        assert asked == len(server.requests)
+        close_session()
 
 
 def test_unknown_names_and_files_fail(config: Path, tmp_path: Path) -> None:

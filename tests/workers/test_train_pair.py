@@ -154,7 +154,11 @@ def test_a_training_killed_anywhere_goes_on_to_the_same_weights(
     again = [p.relative_to(killed) for p in sorted(killed.rglob("*")) if p.is_file() and p.name != "pair.json"]
     assert names == again
     assert all((killed / name).read_bytes() == (whole / name).read_bytes() for name in names)
-    assert pairs.read_pair(killed).fuser == pairs.read_pair(whole).fuser
+    one, two = pairs.read_pair(killed), pairs.read_pair(whole)
+    assert one.fuser == two.fuser
+    assert one.training is not None
+    assert two.training is not None
+    assert (one.training.steps, one.training.tokens) == (two.training.steps, two.training.tokens)
 
 
 def test_a_stopped_training_goes_on_only_as_it_was_asked_for(
@@ -326,17 +330,25 @@ def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loa
 
 
 def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tiny: Loaded, data: Path) -> None:
-    """With Muon and AdamW side by side: what resumes ends at the bytes of a run that nobody stopped."""
+    """With Muon and AdamW side by side: what resumes ends at the bytes of a run that nobody stopped, and says how long
+    both of its processes took.
+    """
     other, items = foreign(tmp_path), read_items(data)
     plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4)
 
     def stop(progress: object) -> None:
+        time.sleep(0.2)
         if isinstance(progress, Progress) and progress.step == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train_pair(tmp_path / "cut", "p", other, tiny, items, plan, every=3, tell=stop)
-    train_pair(tmp_path / "cut", "p", other, tiny, items, plan, every=3, resume=True)
+    began = time.monotonic()
+    done = train_pair(tmp_path / "cut", "p", other, tiny, items, plan, every=3, resume=True)
+    took = time.monotonic() - began
+    assert done is not None
+    assert done.pair.training is not None
+    assert done.pair.training.seconds > took
     train_pair(tmp_path / "whole", "p", other, tiny, items, plan, every=6)
     one, two = ((tmp_path / name / "fuser.safetensors").read_bytes() for name in ("cut", "whole"))
     assert one == two
