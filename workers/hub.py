@@ -38,13 +38,14 @@ def cached(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = _snapshot(name, local_files_only=True)
+        folder = _snapshot(name, here=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
     return folder if folder.is_dir() else None
 
 
-def _snapshot(name: str, **options: bool) -> Path:
+def _snapshot(name: str, *, here: bool = False) -> Path:
+    """`here`: only what has been fetched before."""
     from huggingface_hub import snapshot_download
 
     repo, prefix = _parts(name)
@@ -53,7 +54,7 @@ def _snapshot(name: str, **options: bool) -> Path:
         allow_patterns=[f"{prefix}/*" if prefix else "*"],
         endpoint=os.environ.get("HF_ENDPOINT"),
         cache_dir=os.environ.get("HF_HUB_CACHE"),
-        **options,
+        local_files_only=here,
     )
     return Path(root) / prefix
 
