@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import threading
@@ -15,8 +14,8 @@ import torch
 
 from workers import memory
 from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
-from workers.engine import Done, Engine, Event, Failed, Request, Text
-from workers.errors import LoadFailed, Overloaded, PairNotLoaded, WorkerError
+from workers.engine import Done, Engine, Event, Failed, Request
+from workers.errors import LoadFailed, NoNumbers, Overloaded, PairNotLoaded, WorkerError
 from workers.fusers.c2c import includes_response
 from workers.loader import Loader
 from workers.memory import Budget
@@ -24,7 +23,7 @@ from workers.pairing import fuser_folder, fuser_kind, hold_pair, pair_mode
 from workers.prompt import Prompt
 from workers.protocol import KVCount, ModelState, PairState, WorkerState
 from workers.runtime import Alone, Runtime
-from workers.sampling import Chosen, Sampling
+from workers.sampling import Sampling
 from workers.store import KVStore
 
 log = structlog.get_logger("worker")
@@ -199,19 +198,19 @@ class Holdings:
         return runtime
 
     def _rehearse(self, engine: Engine, name: str, runtime: Runtime) -> None:
-        """Two short answers: the first warms caches and shows whether it computes numbers, the second gives the rates
-        that first estimates rest on.
+        """Two short answers: the first warms caches, the second gives the rates that first estimates rest on.
 
         Raises what they fail with: what cannot answer now will not answer later.
         """
         prompt = runtime.rehearsal(min(_REHEARSAL_TOKENS, runtime.context // 2))
         self.runtimes[name] = runtime
         try:
-            for logprobs in (0, None):
+            for _ in range(2):
                 engine.rates.forget(name)
-                sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=logprobs)
-                if any(math.isnan(c.logprob) for c in _answer(engine, name, prompt, sampling) if c.logprob is not None):
-                    raise LoadFailed(f"{name}: what it computes are no numbers; its weights are spoilt, or overflow")
+                _answer(engine, name, prompt, Sampling(temperature=0.0, max_tokens=8, ignore_eos=True))
+        except NoNumbers as error:
+            del self.runtimes[name]
+            raise LoadFailed(f"{name}: what it computes are no numbers; its weights are spoilt, or overflow") from error
         except WorkerError:
             del self.runtimes[name]
             raise
@@ -221,26 +220,21 @@ class Holdings:
                 self.store.rates(prefill_tokens_per_s=measured.prefill_tokens_per_s, space=space)
 
 
-def _answer(engine: Engine, name: str, prompt: Prompt, sampling: Sampling) -> list[Chosen]:
-    """The tokens that were reported. Asks again while callers fill the queue; raises what it fails with otherwise."""
+def _answer(engine: Engine, name: str, prompt: Prompt, sampling: Sampling) -> None:
+    """Waits for its end. Asks again while callers fill the queue; raises what it fails with otherwise."""
     while True:
         events = queue.SimpleQueue[Event]()
         try:
             engine.submit(Request(name, prompt, sampling, events.put))
-            return _tokens(events)
+            _until_done(events)
+            return
         except Overloaded:
             if not engine.alive:
                 raise
             time.sleep(_AGAIN_S)
 
 
-def _tokens(events: queue.SimpleQueue[Event]) -> list[Chosen]:
-    tokens = list[Chosen]()
-    while True:
-        match events.get():
-            case Text(tokens=new):
-                tokens += new
-            case Failed(error=error):
-                raise error
-            case Done():
-                return tokens
+def _until_done(events: queue.SimpleQueue[Event]) -> None:
+    while not isinstance(event := events.get(), Done):
+        if isinstance(event, Failed):
+            raise event.error

@@ -139,6 +139,8 @@ class Loader:
             raise LoadFailed(f"{config.model}: {len(missing)} tensors are not in its files, {missing[0]} among them")
         tokenizer = read_tokenizer(folder, config.model)
         model.train(mode=False).requires_grad_(False).to(self.device)
+        if self.device.type == "cpu":
+            _own(model)
         self.used += need
         text = hf.get_text_config()
         _require_kv(model, kv_shape(text), config.model)
@@ -155,6 +157,12 @@ class Loader:
             digests=digests(folder, tokenizer),
             eos=eos_ids(model, tokenizer),
         )
+
+
+def _own(model: Any) -> None:
+    """Copy what is the mapped file: whoever writes to that, or cuts it short, would change a model that runs."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _device(name: str) -> torch.device:

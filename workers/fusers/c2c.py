@@ -356,8 +356,9 @@ def _projector(
     for key, shape_needed in want.items():
         if have[key] != shape_needed:
             raise LoadFailed(f"{name}: {key} has shape {have[key]}; {shape_needed} is needed")
-    kept = {k: t if k == "gate_temperature" else t.to(device, dtype or t.dtype) for k, t in state.items()}
-    kept["gate_temperature"] = kept["gate_temperature"].to(device, torch.float32)
+    # Copies: what safetensors reads is the mapped file, and whoever writes to that would change a pair that runs.
+    kept = {k: t.to(device, dtype or t.dtype, copy=True) for k, t in state.items()}
+    kept["gate_temperature"] = state["gate_temperature"].to(device, torch.float32, copy=True)
     projector.load_state_dict(kept, assign=True)
     return projector.requires_grad_(False).eval()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from workers.errors import LoadFailed
@@ -23,8 +23,10 @@ def read_weights(folder: Path, kind: str) -> tuple[FuserInfo, dict[str, Tensor]]
         raise LoadFailed(f"{folder}: holds a fuser of kind {info.kind!r}, not {kind!r}")
     file = folder / WEIGHTS
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        tensors = load_file(file)
+        # Loaded from the bytes that were digested: a mapped file would change under a pair that runs.
+        held = file.read_bytes()
+        digest = hashlib.sha256(held).hexdigest()
+        tensors = load(held)
     except (OSError, SafetensorError) as error:
         raise LoadFailed(f"{file}: cannot be read ({error})") from error
     if digest != info.digest:
