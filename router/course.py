@@ -42,6 +42,8 @@ class Course:
     reply: Reply | None = None
     deployment: str | None = None
     transport: str | None = None
+    fingerprint: str = ""
+    """Of what answered: the pair's on the cache lane, else that of the deployment's entry."""
     asked: float = 0.0
     """`perf_counter` when the deployment that answered was asked."""
     cost: float | None = None

@@ -306,6 +306,8 @@ class Dispatcher:
         if grant is not None:
             call.places.append(Place(grant, reply, self.till.tariffs[deployment.id], asked))
         course.deployment, course.transport, course.asked = deployment.id, deployment.transport, asked
+        pair = self._fingerprints(course).get("pair") if course.transport == "cache" else None
+        course.fingerprint = pair or deployment.digest
         course.spare = call.model if call.model != course.call.model else None
         return reply
 

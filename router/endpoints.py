@@ -322,6 +322,7 @@ def _budget(value: str | None) -> float | None:
 
 _LINES = (
     b"x-twolane-decision: %b\r\nx-twolane-transport: %b\r\nx-twolane-deployment: %b\r\nx-twolane-reason: %b\r\n"
+    b"x-twolane-fingerprint: fp_%b\r\n"
     b"x-litellm-call-id: %b\r\nx-litellm-model-id: %b\r\n"
     b"x-litellm-attempted-retries: %d\r\nx-litellm-attempted-fallbacks: %d\r\n"
     b"x-litellm-response-duration-ms: %.3f\r\nx-litellm-overhead-duration-ms: %.3f\r\n"
@@ -338,6 +339,7 @@ def answer_lines(course: Course, reply: Reply) -> bytes:
         as_value(course.transport or ""),
         deployment,
         as_value(course.decision.reason if course.decision else ""),
+        course.fingerprint.encode(),
         id,
         deployment,
         course.retries,

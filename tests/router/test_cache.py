@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -221,3 +222,30 @@ def test_ready_and_idle_workers_first() -> None:
     found = holders(KnownFleet([busy, loading, idle]), "pair", "duo")
     assert [h.worker.name for h in found] == ["idle", "busy", "loading"]
     assert holders(KnownFleet([busy]), "model", "duo") == []
+
+
+async def test_an_answers_fingerprint_names_what_answered(tmp_path: Path, up: Upstream, on_worker: Upstream) -> None:
+    """The header names the pair on the cache lane and the deployment's entry on the text lane, whatever its key and its
+    id; plain and streamed; an upstream's own `system_fingerprint` passes as it came."""
+
+    async def says(seen: Seen) -> web.StreamResponse:
+        own = {"system_fingerprint": "fp_theirs"}
+        return await seen.stream(chunk("a", "stop", **own)) if seen.body.get("stream") else plain(200, {**PLAIN, **own})
+
+    up.answers |= {"up": says}
+    written = config(up)
+    text = next(one for one in written["model_list"] if "litellm_params" in one)
+    text |= {"model_name": "t", "model_info": {"id": "named"}}
+    up.answers[text["litellm_params"]["model"].removeprefix("openai/")] = says
+    told = []
+    for key in ("sk-upstream-1", "sk-upstream-2"):
+        text["litellm_params"]["api_key"] = key
+        async with router(tmp_path, written, KnownFleet([worker(on_worker.base)])) as door:
+            on_cache = await door.post(model="m")
+            plainly, streamed = await door.post(model="t"), await door.post(model="t", stream=True)
+        assert on_cache.headers["x-twolane-fingerprint"] == "fp_" + "f" * 8
+        assert plainly.headers["x-twolane-deployment"] == "named"
+        assert plainly.json["system_fingerprint"] == streamed.events[0]["system_fingerprint"] == "fp_theirs"
+        told += [plainly.headers["x-twolane-fingerprint"], streamed.headers["x-twolane-fingerprint"]]
+    assert len(set(told)) == 1
+    assert re.fullmatch(r"fp_[0-9a-f]{12}", told[0])
