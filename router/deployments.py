@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
 from router.prices import FREE, NAMES, UNITS, Name, Price, listed, written
+from router.wildcards import STAR, filled
 from workers.config import Config, Span
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
@@ -265,7 +266,7 @@ class Deployment(Config):
 
     @cached_property
     def upstream_model(self) -> str:
-        """What the upstream or worker gets as `model`; a trailing `*` stands for the matched part."""
+        """What the upstream or worker gets as `model`; stars stand for what those of the group's name do."""
         if self.litellm_params is not None:
             model = self.litellm_params.model
             return model.removeprefix(f"{self.provider}/") if self.kind == "http" else model
@@ -275,9 +276,7 @@ class Deployment(Config):
 
     def upstream_for(self, model: str) -> str:
         """The upstream's name for what the caller asked: `openai/*` passes on what the group's `*` stood for."""
-        if not self.upstream_model.endswith("*") or not self.model_name.endswith("*"):
-            return self.upstream_model
-        return self.upstream_model[:-1] + model.removeprefix(self.model_name[:-1])
+        return filled(self.upstream_model, self.model_name, model)
 
     @cached_property
     def api_base(self) -> str | None:
@@ -342,7 +341,7 @@ class Deployment(Config):
     def priced_as(self) -> tuple[Name, ...]:
         """What LiteLLM's table may call this model, the best first; empty where nothing is to be looked up."""
         params = self.litellm_params
-        if params is None or self.upstream_model.endswith("*"):
+        if params is None or STAR in self.upstream_model:
             return ()
         bare = params.model.removeprefix(f"{self.provider}/")
         base = ((self.model_info.base_model, None),) if self.model_info.base_model else ()

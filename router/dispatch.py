@@ -120,7 +120,7 @@ class Dispatcher:
             course.facts, course.decision = self.decide(call)
             call.decided.append((course.facts, course.decision))
             refused = refusal(course.decision)
-            if refused is not None and not fallbacks.after(self.settings.routing, course.decision.model, refused):
+            if refused is not None and not self._spares(course.decision.model, refused, call):
                 raise refused
             course.grant = await self.till.admit(call, course.facts, course.decision)
             if self._regulated(call):
@@ -199,7 +199,7 @@ class Dispatcher:
                     return await self._first_round(course, call, decision, again)
                 except TransportError as failure:
                     error = failure
-            queue += fallbacks.after(self.settings.routing, group, error)
+            queue += self._spares(group, error, call)
             spare = None if relayed else self._spare(course, queue, seen)
             if spare is None:
                 break
@@ -207,6 +207,9 @@ class Dispatcher:
             course.fallbacks += 1
             error = None
         return await self._later_rounds(course, error, again)
+
+    def _spares(self, group: str, error: RouterError, call: Call) -> tuple[str, ...]:
+        return fallbacks.after(self.settings.routing, group, error, call.model)
 
     def _spare(self, course: Course, queue: list[str], seen: set[str]) -> tuple[str, Call, Decision] | None:
         """The next fallback group that was not visited and that policy lets answer."""
@@ -246,7 +249,9 @@ class Dispatcher:
 
     def _maybe_again(self, again: list[_Again], deployment: Deployment, model: str, error: TransportError) -> None:
         group = self.settings.group(model) or model
-        left = self.settings.routing.retries(group, kind_of(error), deployment.num_retries)
+        routing = self.settings.routing
+        named = model if model in routing.group_retry_policy else group
+        left = routing.retries(named, kind_of(error), deployment.num_retries)
         if left > 0 and (wait := self._wait(error, 0)) is not None:
             again.append(_Again(deployment, model, left, time.perf_counter() + wait))
 
@@ -291,7 +296,8 @@ class Dispatcher:
         asked = time.perf_counter()
         try:
             self.lane.enter(call, deployment.id)
-            reply = await self.transports[deployment.id].send(call)
+            meant = self.settings.routing.aliases.get(call.model)
+            reply = await self.transports[deployment.id].send(call if meant is None else replace(call, model=meant))
         except BaseException as error:
             self.metrics.end(deployment.id)
             if isinstance(error, TransportError):

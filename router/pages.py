@@ -34,6 +34,7 @@ from router.stops import Stops
 from router.telemetry import CONTENT_TYPE, Metrics
 from router.tenants import Tenant
 from router.transports.cache import Fleet
+from router.wildcards import STAR
 
 log = structlog.get_logger("twolane.router")
 
@@ -119,8 +120,10 @@ class Pages:
         return _json({"object": "list", "data": [self._model(name) for name in self._names(tenant)]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        if name not in self._names(self._tenant(request)):
+        name, tenant = request.path_params["id"], self._tenant(request)
+        group = self._endpoint.dispatcher.settings.group(name)
+        fits = group is not None and STAR in group and tenant.policy.terms.allows_model(group)
+        if not fits and name not in self._names(tenant):
             raise UnknownModel(f"The model {name!r} does not exist.", param="model")
         return _json(self._model(name))
 
@@ -144,7 +147,7 @@ class Pages:
         routing = settings.routing
         names = dict.fromkeys((*settings.groups, *(a for a in routing.aliases if a not in routing.hidden)))
         allowed = tenant.policy.terms.allows_model
-        return [n for n in names if not n.endswith("*") and allowed(settings.group(n) or n)]
+        return [n for n in names if STAR not in n and allowed(settings.group(n) or n)]
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "twolane"}

@@ -20,6 +20,7 @@ from router.telemetry import Outcome
 from router.tenants import Tenant
 from router.transports.raw_http import EVENTS, JSON
 from router.upload import Upload
+from router.wildcards import STAR
 from router.wire import error_frame, read_body, read_flag, read_text
 
 FAMILIES = ("files", "batches", "audio", "images", "messages")
@@ -139,7 +140,7 @@ class Passthrough:
         groups = [
             group
             for group, members in dispatcher.settings.groups.items()
-            if not group.endswith("*") and allowed(group) and any(d.kind == "http" for d in members)
+            if STAR not in group and allowed(group) and any(d.kind == "http" for d in members)
         ]
         if len(groups) == 1:
             return groups[0]

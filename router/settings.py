@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from router.source import ConfigError as ConfigError
 from router.source import Source
 from router.tenant_config import TenantConfig
 from router.traces import OtelConfig
+from router.wildcards import narrowest, parts
 from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, Span, StoreConfig, WorkerConfig
 
 PREFIX = "TWOLANE_"
@@ -91,6 +92,19 @@ class RouterSettings(_Shared):
     redis_port: int | None = None
     redis_password: str | None = Field(None, repr=False)
     redis_db: int | None = None
+
+    def target(self, alias: str, groups: Container[str]) -> str:
+        """The first group that an alias leads to, else the last name. Raises ValueError for a circle."""
+        name, passed = alias, list[str]()
+        while name in self.model_group_alias and (not passed or name not in groups):
+            if name in passed:
+                raise ValueError(
+                    f"router_settings.model_group_alias goes round in a circle: {' -> '.join([*passed, name])}"
+                )
+            passed.append(name)
+            written = self.model_group_alias[name]
+            name = written if isinstance(written, str) else written.model
+        return name
 
 
 class LiteLLMSettings(_Shared):
@@ -241,6 +255,12 @@ class Settings(Config):
         number(self.model_list)
         return self
 
+    @model_validator(mode="after")
+    def _aliases_end(self) -> Self:
+        for alias in self.router_settings.model_group_alias:
+            self.router_settings.target(alias, self.groups)
+        return self
+
     @property
     def findings(self) -> tuple[litellm_config.Finding, ...]:
         """What the file asks for and we do not do; to be named at start."""
@@ -263,14 +283,14 @@ class Settings(Config):
 
     @cached_property
     def _wildcards(self) -> tuple[str, ...]:
-        return tuple(sorted((g for g in self.groups if g.endswith("*")), key=len, reverse=True))
+        return narrowest(self.groups)
 
     def group(self, model: str) -> str | None:
         """The group that answers for a name: the alias's, the exact one, else the longest wildcard that fits."""
         model = self.routing.aliases.get(model, model)
         if model in self.groups:
             return model
-        return next((g for g in self._wildcards if model.startswith(g[:-1])), None)
+        return next((g for g in self._wildcards if parts(g, model) is not None), None)
 
     @cached_property
     def routing(self) -> Routing:
@@ -282,7 +302,7 @@ class Settings(Config):
             return first if first is not None else second if second is not None else default
 
         timeout = own.timeout or shared.request_timeout or 600.0
-        aliases = {a: t if isinstance(t, str) else t.model for a, t in own.model_group_alias.items()}
+        aliases = {alias: own.target(alias, self.groups) for alias in own.model_group_alias}
         return Routing(
             num_retries=pick("num_retries", 2),
             timeout=timeout,

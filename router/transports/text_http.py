@@ -11,6 +11,7 @@ from router.call import Call, Reply
 from router.deployments import Deployment
 from router.transports.openai_http import Pools, Target, exchange
 from router.transports.raw_http import carry
+from router.wildcards import STAR
 
 _NOT_BODY = frozenset(
     {
@@ -40,7 +41,7 @@ class TextHTTP:
         self._deployment = deployment
         self._pools = pools
         self._target = target(deployment, timeout=timeout, stream_timeout=stream_timeout)
-        self._wild = deployment.upstream_model.endswith("*")
+        self._wild = STAR in deployment.upstream_model
 
     async def send(self, call: Call) -> Reply:
         chosen = self._target
