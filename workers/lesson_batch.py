@@ -68,21 +68,31 @@ def grouped(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
     yield group
 
 
-def summed_loss(receiver: Loaded, fuser: MixFuser, lessons: Sequence[Lesson], slots: Sequence[Slots]) -> Tensor:
-    """Cross-entropy of all answer tokens of the lessons, added up; `slots` are theirs. Differentiable in the fuser."""
+def summed_loss(
+    receiver: Loaded,
+    fuser: MixFuser,
+    lessons: Sequence[Lesson],
+    slots: Sequence[Slots],
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of all answer tokens of the lessons, added up; `slots` are theirs, and `keep` that of all that they
+    write. Differentiable in the fuser.
+    """
     asks = [(i, ask) for i, lesson in enumerate(lessons) for batch in lesson.batches for ask in batch]
-    kv, lengths = _rows(fuser, slots, [i for i, _ in asks])
+    kv, lengths = _rows(fuser, slots, [i for i, _ in asks], keep)
     rests, answers = [ask.rest for _, ask in asks], [ask.answer for _, ask in asks]
     logits = answer_logits(receiver, kv, rests, answers, seen=lengths)
     wanted = torch.tensor([token for answer in answers for token in answer], device=logits.device)
     return F.cross_entropy(logits.float(), wanted, reduction="sum")
 
 
-def _rows(fuser: MixFuser, slots: Sequence[Slots], lessons: Sequence[int]) -> tuple[KVCache, list[int]]:
+def _rows(
+    fuser: MixFuser, slots: Sequence[Slots], lessons: Sequence[int], keep: Tensor | None
+) -> tuple[KVCache, list[int]]:
     """KV (rows, heads, longest, size) of each row's lesson as the receiver goes on from it, and the rows' lengths."""
     last = fuser.shape.last
     chosen = [one.last(last) if last else one for one in slots]
-    keys, values = fuser.write(Slots.concat(chosen))
+    keys, values = fuser.write(Slots.concat(chosen), keep)
     owns = [one.own for one in slots if last and one.own is not None]
     if owns:
         own = KVCache.concat(owns)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -135,6 +136,8 @@ class Recipe:
     """Of dropout and of the gates' noise."""
     muon: float = 0.0
     """Rate of the matrices, which Muon learns instead of AdamW; 0 leaves all to AdamW."""
+    dropout: float = 0.0
+    """Of the general network: share of its inputs that are left out, drawn anew for each lesson."""
 
     def rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to the floor; or linear both ways."""
@@ -254,14 +257,25 @@ class Trainer:
         """
         if isinstance(self.fuser, MixFuser):
             own = self.fuser.needs_own
+            numbers = (number for number, lesson in lessons if isinstance(lesson, Lesson))
             for group in grouped([lesson for _, lesson in lessons if isinstance(lesson, Lesson)]):
                 slots = [self._slots(lesson, own=own) for lesson in group]
-                yield summed_loss(self.receiver, self.fuser, group, slots) / supervised
+                keep = self._keep(self.fuser, slots, list(islice(numbers, len(group))))
+                yield summed_loss(self.receiver, self.fuser, group, slots, keep) / supervised
             return
         for number, lesson in lessons:
-            # By lesson: what is drawn for it does not depend on who learns it, and after what.
-            torch.manual_seed(self.recipe.seed * 1_000_003 + number)
+            torch.manual_seed(self._chance(number))
             yield self.loss(lesson) * (_supervised(lesson) / supervised)
+
+    def _chance(self, number: int) -> int:
+        """By lesson: what is drawn for it does not depend on who learns it, and after what."""
+        return self.recipe.seed * 1_000_003 + number
+
+    def _keep(self, fuser: MixFuser, slots: Sequence[Slots], numbers: Sequence[int]) -> torch.Tensor | None:
+        if not (share := self.recipe.dropout):
+            return None
+        lessons = zip(slots, numbers, strict=True)
+        return torch.cat([fuser.keep(one, share, self._chance(number)) for one, number in lessons])
 
     def loss(self, lesson: Lesson | AlignedLesson) -> torch.Tensor:
         """Mean cross-entropy of the answers; of a lesson every batch of questions weighs the same."""

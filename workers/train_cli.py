@@ -56,6 +56,20 @@ _TELL_EVERY = 60.0
     "--hidden", type=click.IntRange(0), default=0, show_default=True, help="Of a lite fuser's block; 0: none."
 )
 @click.option("--last", type=click.IntRange(0), default=0, show_default=True, help="Slots that lite fuses; 0: all.")
+@click.option(
+    "--deepest",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Sharer layers that a lite fuser of any two models reads, counted from the end; 0: all.",
+)
+@click.option(
+    "--dropout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Share of its inputs that such a fuser is trained without.",
+)
 @click.option("--width", type=click.IntRange(1), default=1024, show_default=True, help="Of a c2c fuser.")
 @click.option("--tokens", type=click.IntRange(2), default=20_000, show_default=True, help="That a linear fuser reads.")
 @click.option(
@@ -140,6 +154,8 @@ def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
         muon=options["muon"],
         hidden=options["hidden"],
         last=options["last"],
+        deepest=options["deepest"],
+        dropout=options["dropout"],
         width=options["width"],
         tokens=options["tokens"],
         most=options["max_tokens"],

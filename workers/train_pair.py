@@ -73,6 +73,10 @@ class Plan:
     """Of the general lite network: width of the block on its code; 0 leaves it linear."""
     last: int = 0
     """Of the general lite network in `fuse`: slots that are changed; 0 changes all."""
+    deepest: int = 0
+    """Of the general lite network: sharer layers that are read, counted from the end; 0 reads all."""
+    dropout: float = 0.0
+    """Of the general lite network: share of its inputs that are left out while it is trained."""
     width: int = 1024
     """Of c2c: hidden and intermediate."""
     tokens: int = 20_000
@@ -99,7 +103,7 @@ class Plan:
         if not general:
             return recipe
         muon = 2e-2 if self.muon is None else self.muon
-        return replace(recipe, rate=self.rate or 1e-2, muon=muon, calibrate=64)
+        return replace(recipe, rate=self.rate or 1e-2, muon=muon, calibrate=64, dropout=self.dropout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +366,7 @@ def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded, *, foreign: bool) -> C2
             device=receiver.device,
         )
     if plan.mode == "fuse" or foreign or not lite.fits(sharer.shape, receiver.shape):
-        reads = (tuple(range(sharer.shape.layers)),) * receiver.shape.layers
+        reads = (tuple(range(sharer.shape.layers)[-plan.deepest :]),) * receiver.shape.layers
         shape = MixShape(
             sharer.shape,
             receiver.shape,

@@ -122,6 +122,34 @@ def test_only_the_last_slots_are_changed(last: int) -> None:
     assert not torch.equal(made.values[0][:, :, kept:], own.values[0][:, :, kept:])
 
 
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0.05, 0.9), seed=st.integers(0, 1000), last=st.sampled_from([0, 2]), own=st.booleans())
+def test_inputs_left_out_are_not_read(share: float, seed: int, last: int, own: bool) -> None:
+    """What is drawn is zero or makes up for the zeros, the same for one seed, and no input that is zero is read."""
+    fuser = stirred(replace(FUSE, last=last) if own else HANDOVER)
+    slots = Slots.of(theirs(6), ours(6), 0).last(fuser.shape.last or 6)
+    keep = fuser.keep(Slots.of(theirs(6), ours(6), 0), share, seed)
+    assert keep.shape == (len(slots.at), 3 * 2 * 12 + (2 * 2 * 3 * 8 if own else 0))
+    torch.testing.assert_close(keep, (keep > 0) / (1 - share))
+    assert torch.equal(keep, fuser.keep(Slots.of(theirs(6), ours(6), 0), share, seed))
+    written = fuser.net(slots, keep)
+    # The mean is what standardises to zero.
+    kept = keep[:, : 3 * 2 * 12].view(len(slots.at), 3, 2, 12) > 0
+    bare = fuser.net._side(slots, "theirs")
+    wanted = torch.where(kept, bare, fuser.net.theirs_mean)
+    changed = Slots(_rotated(wanted, slots), slots.own, slots.heard_at, slots.at)
+    blind = keep.clone()
+    blind[:, : 3 * 2 * 12] = 1 / (1 - share)
+    same(KVCache(*written), KVCache(*fuser.net(changed, blind)), 1e-4)
+
+
+def _rotated(bare: torch.Tensor, slots: Slots) -> KVCache:
+    """Bare rows (tokens, layers, K|V, size) of the one head as a sharer caches them."""
+    keys, values = (bare[:, :, side].transpose(0, 1)[:, None, None] for side in (0, 1))
+    start = int(slots.heard_at[0])
+    return KVCache([rotate(k, start, SHARER.rope_theta or 0.0) for k in keys], list(values))
+
+
 def test_layers_that_are_not_read_may_be_empty() -> None:
     """The sharer need not have computed them."""
     fuser = stirred(replace(FUSE, reads=((2,), (1, 2))))

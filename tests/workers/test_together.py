@@ -28,6 +28,7 @@ WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer", "item"]
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w * (i + 1)} for i, w in enumerate(WORDS)]
 C2C = Plan("c2c", "fuse", "prompt", steps=4, width=16, batch=3, rate=1e-3)
 LITE = Plan("lite", "handover", "context", steps=4, rank=4, batch=2, rate=1e-3)
+MIX = Plan("lite", "fuse", "prompt", steps=4, rank=4, batch=3, rate=1e-3, dropout=0.3)
 
 
 @pytest.fixture
@@ -57,7 +58,12 @@ def assert_close(one: Path, other: Path, *, rtol: float, atol: float) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "dtype", "tolerance"),
-    [(C2C, "float32", (1e-3, 2e-5)), (LITE, "float32", (1e-2, 1e-4)), (C2C, "bfloat16", (2e-2, 5e-3))],
+    [
+        (C2C, "float32", (1e-3, 2e-5)),
+        (LITE, "float32", (1e-2, 1e-4)),
+        (MIX, "float32", (1e-2, 1e-3)),
+        (C2C, "bfloat16", (2e-2, 5e-3)),
+    ],
 )
 def test_two_processes_learn_what_one_does(
     asked: Asked, tmp_path: Path, plan: Plan, dtype: str, tolerance: tuple[float, float]

@@ -330,11 +330,11 @@ def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loa
 
 
 def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tiny: Loaded, data: Path) -> None:
-    """With Muon and AdamW side by side: what resumes ends at the bytes of a run that nobody stopped, and says how long
-    both of its processes took.
+    """With Muon beside AdamW and inputs left out by chance: what resumes ends at the bytes of a run that nobody
+    stopped, says how long both of its processes took, and reads the sharer's layers that were asked for.
     """
     other, items = foreign(tmp_path), read_items(data)
-    plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4)
+    plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4, deepest=1, dropout=0.3)
 
     def stop(progress: object) -> None:
         time.sleep(0.2)
@@ -352,6 +352,9 @@ def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tin
     train_pair(tmp_path / "whole", "p", other, tiny, items, plan, every=6)
     one, two = ((tmp_path / name / "fuser.safetensors").read_bytes() for name in ("cut", "whole"))
     assert one == two
+    made = mix.MixFuser.from_folder(tmp_path / "whole", torch.float32)
+    assert made.source_layers == {other.shape.layers - 1}
+    assert other.shape.layers > 1
 
 
 def _chats(folder: Path) -> Path:

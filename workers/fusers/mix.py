@@ -58,10 +58,14 @@ class MixFuser:
         before = KVCache(*([t[:, :, :kept].to(self.dtype) for t in kind] for kind in (own.keys, own.values)))
         return KVCache.concat([before, KVCache(keys, values)])
 
-    def write(self, slots: Slots) -> tuple[list[Tensor], list[Tensor]]:
+    def write(self, slots: Slots, keep: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values by layer of exactly these slots, in the receiver's dtype. Differentiable."""
-        keys, values = self.net(slots)
+        keys, values = self.net(slots, keep)
         return [k.to(self.dtype) for k in keys], [v.to(self.dtype) for v in values]
+
+    def keep(self, slots: Slots, share: float, seed: int) -> Tensor:
+        """As `MixNet.keep`, for the slots of a text that are written."""
+        return self.net.keep(min(len(slots.at), self.shape.last or len(slots.at)), share, seed)
 
     def calibrate(self, seen: Sequence[Slots]) -> None:
         """Statistics, and in handover the closed form to begin with."""

@@ -160,12 +160,22 @@ class MixNet(nn.Module):
             if side == "ours":
                 self.scale.copy_(spread.clamp_min(1e-3))
 
-    def forward(self, slots: Slots) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values by receiver layer, each (1, heads, tokens, head_size), keys rotated; float32."""
+    def keep(self, tokens: int, share: float, seed: int) -> Tensor:
+        """(tokens, standardised inputs of either side): 0 for that share of them, drawn, and for the rest what makes up
+        for it.
+        """
+        rows = [len(self._read) * self.theirs_mean[0].numel(), *([self.ours_mean.numel()] if self.shape.own else [])]
+        drawn = torch.rand(tokens, sum(rows), generator=torch.Generator().manual_seed(seed))
+        return (drawn >= share).to(self.theirs_mean.device) / (1 - share)
+
+    def forward(self, slots: Slots, keep: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values by receiver layer, each (1, heads, tokens, head_size), keys rotated; float32. `keep`: as
+        drawn for these slots, while it is trained.
+        """
         shape, tokens = self.shape, len(slots.at)
         heads, size = shape.receiver.heads, shape.receiver.head_size
         own = self._side(slots, "ours") if shape.own else None
-        made = [net(rows) for net, rows in zip(self.layers, self._inputs(slots, own), strict=True)]
+        made = [net(rows) for net, rows in zip(self.layers, self._inputs(slots, own, keep), strict=True)]
         base = self.ours_mean.view(1, -1, 2, heads, size) if own is None else own.view(tokens, -1, 2, heads, size)
         # (tokens, layers, K|V, heads, size) -> (layers, K|V, 1, heads, tokens, size)
         scaled = self.scale.view(-1, 2, heads, size) * torch.stack(made, dim=1)
@@ -183,10 +193,13 @@ class MixNet(nn.Module):
         for layer, rows in enumerate(self._inputs(slots, None)):
             yield rows, wanted[:, layer].flatten(1)
 
-    def _inputs(self, slots: Slots, own: Tensor | None) -> Iterator[Tensor]:
+    def _inputs(self, slots: Slots, own: Tensor | None, keep: Tensor | None = None) -> Iterator[Tensor]:
         """By receiver layer (tokens, inputs): the sharer's layers that it reads, then its own rows."""
         theirs = self._unit(self._side(slots, "theirs", self._read), "theirs", self._read)
         ours = None if own is None else self._unit(own, "ours", range(self.shape.receiver.layers))
+        if keep is not None:
+            theirs = theirs * keep[:, : theirs[0].numel()].view_as(theirs)
+            ours = None if ours is None else ours * keep[:, theirs[0].numel() :].view_as(ours)
         for layer, places in enumerate(self._places):
             rows = theirs.flatten(1) if len(places) == len(self._read) else theirs[:, places].flatten(1)
             yield rows if ours is None else torch.cat((rows, ours[:, layer].flatten(1)), dim=1)
