@@ -107,6 +107,8 @@ class Aligner:
     """
 
     def __init__(self, receiver: Any, sharer: Any, strategy: Literal["first", "longest"] = "first") -> None:
+        if strategy not in ("first", "longest"):
+            raise LoadFailed(f"alignment strategy {strategy!r}: first or longest is expected")
         self.receiver = receiver
         self.sharer = sharer
         self.strategy = strategy

@@ -22,8 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workers.align import Aligned, Aligner, Mode
-from workers.align_official import OfficialAligner
 from workers.c2c_run import (
     Example,
     Prompt,
@@ -37,8 +35,9 @@ from workers.c2c_run import (
     prefill,
     sections_of,
 )
-from workers.conform_checks import BF16_ATOL, BF16_RTOL, Case, Cases, Checks
-from workers.errors import BadPrompt, LoadFailed
+from workers.conform_align import aligned_prompt, alignment, json_of
+from workers.conform_checks import ATOL, BF16_ATOL, BF16_RTOL, RTOL, Case, Cases, Checks
+from workers.errors import LoadFailed
 from workers.fusers.c2c import Fusion, load_official, projector_shape
 from workers.fusers.projector import KINDS, LAYER_MAPS, C2CProjector, ProjectorShape, temperature
 from workers.loader import kv_shape
@@ -56,7 +55,7 @@ def conform(folder: Path) -> list[Case]:
         _tables(cases, folder / "projector")
         for place in sorted(p for p in (folder / "e2e").glob("*") if p.is_dir()):
             _end_to_end(cases, place)
-        _alignment(cases, folder / "alignment")
+        alignment(cases, folder / "alignment")
     return cases.found
 
 
@@ -69,10 +68,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text())
 
 
 def _projector(cases: Cases, file: Path) -> None:
@@ -96,9 +91,24 @@ def _projector(cases: Cases, file: Path) -> None:
                 checks.close(f"mid.{kind}_weight", weight, mid, **tolerance)
             if (written := tensors.get(f"out.{kind}_written_to_bf16_cache")) is not None:
                 checks.close(f"out.{kind}_written_to_bf16_cache", got.to(written.dtype), written, rtol=BF16_RTOL)
+        _described(checks, file, stem, projector, tensors)
     if _has(file.with_name(f"{stem}.safetensors"), "train.out.key"):
         with cases.case(f"{name} train") as checks:
             _train_projector(checks, file, stem)
+
+
+def _described(checks: Checks, file: Path, stem: str, projector: C2CProjector, tensors: dict[str, Tensor]) -> None:
+    """What the files beside the tensors say of them."""
+    dtypes = {"state": projector.get_parameter("key_in.weight").dtype, "out": tensors["out.key"].dtype}
+    names = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items()}
+    dtype = json_of(file)["init_args"].get("dtype")
+    if isinstance(dtype, dict):
+        checks.same("init_args.dtype", dtype.get("value"), names["state"])
+    meta = file.with_name(f"{stem}.meta.json")
+    said = json_of(meta) if meta.exists() else {}
+    batch, _, slots, _ = tensors["in.target_key"].shape
+    for key, found in (("B", batch), ("N", slots), ("dtype", names["state"]), ("out_dtype", names["out"])):
+        checks.same(key, found, said.get(key, found))
 
 
 def _has(file: Path, tensor: str) -> bool:
@@ -124,7 +134,7 @@ def _kv(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
 def _train_projector(checks: Checks, file: Path, stem: str) -> None:
     projector, tensors = _read_projector(file, stem)
     projector.train()
-    projector.anneal(_json(file.with_name(f"{stem}.meta.json"))["train_step"])
+    projector.anneal(json_of(file.with_name(f"{stem}.meta.json"))["train_step"])
     checks.close("train.temperature", projector.gate_temperature, tensors["train.temperature"])
     fused = projector(_kv(tensors, "in.source"), _kv(tensors, "in.target"), _kv(tensors, "train.u"))
     loss = torch.zeros(())
@@ -146,7 +156,7 @@ def _gradients(checks: Checks, prefix: str, tensors: dict[str, Tensor], find: Ca
 def _tables(cases: Cases, folder: Path) -> None:
     if (file := folder / "temperature_schedule.json").exists():
         with cases.case("projector/temperature_schedule") as checks:
-            table = _json(file)
+            table = json_of(file)
             shape = ProjectorShape(
                 1,
                 1,
@@ -158,7 +168,7 @@ def _tables(cases: Cases, folder: Path) -> None:
                 checks.close(f"step {step}", torch.tensor(temperature(shape, step)), torch.tensor(want), atol=0.0)
     if (file := folder / "layer_mapping.json").exists():
         with cases.case("projector/layer_mapping") as checks:
-            for row in _json(file):
+            for row in json_of(file):
                 for name in row.keys() - {"targets", "sources"}:
                     label = f"{name} {row['targets']} from {row['sources']}"
                     checks.same(label, list(LAYER_MAPS[name](row["targets"], row["sources"])), row[name])
@@ -178,7 +188,7 @@ def _end_to_end(cases: Cases, place: Path) -> None:
     for file in files:
         label = f"{name}{file.stem.removeprefix('expected').replace('_', '/', 1)}"
         try:
-            expected = _json(file)
+            expected = json_of(file)
         except ValueError as error:
             cases.broken(label, f"not JSON: {error}")
             continue
@@ -192,7 +202,7 @@ def _end_to_end(cases: Cases, place: Path) -> None:
             continue
         if "messages" in expected:
             with cases.case(f"{label}/alignment") as checks:
-                _aligned_prompt(checks, place, expected)
+                aligned_prompt(checks, place, expected)
         for run, facts in expected.get("runs", {}).items():
             tensors = next(
                 (f for f in (place / f"{file.stem}_{run}.safetensors", file.with_suffix(".safetensors")) if f.exists()),
@@ -202,7 +212,8 @@ def _end_to_end(cases: Cases, place: Path) -> None:
             mode: Fusion = "parallel" if run.startswith("parallel") else fusion
             mode = "sequential" if run.startswith("sequential") else mode
             with cases.case(f"{label}/{run}") as checks:
-                _run(checks, receiver, sharers, facts, load_file(tensors), mode, "include_response" in file.stem)
+                response, ids = "include_response" in file.stem, expected.get("input_ids")
+                _run(checks, receiver, sharers, facts, load_file(tensors), mode, response, ids)
     for orphan in sorted(set(place.glob("expected*.safetensors")) - used):
         cases.broken(f"{name}/{orphan.stem}", "no expected*.json says how it was made")
 
@@ -261,8 +272,11 @@ def _run(
     tensors: dict[str, Tensor],
     fusion: Fusion,
     include_response: bool,
+    ids: list[list[int]] | None,
 ) -> None:
     prompt = _prompt(tensors, [Section(code, length) for code, length in facts["sections"]])
+    if ids is not None:
+        checks.same("input_ids", prompt.ids.tolist(), ids)
 
     def read() -> Run:
         return prefill(receiver, sharers, prompt, fusion=fusion, include_response=include_response, idle_sharers=True)
@@ -273,11 +287,12 @@ def _run(
     for q, cache in enumerate(run.sharer_caches, start=1):
         _caches(checks, f"sharer_{q}", cache, tensors)
     # The official decoding forgets the mask; vectors made with it kept have a prefix of their own.
-    _continued(checks, run, "", tensors, official_mask=True)
+    _continued(checks, run, "", tensors, facts.get("min_top2_margin"), official_mask=True)
     if "padmasked.greedy_tokens" in tensors:
-        _continued(checks, read(), "padmasked.", tensors, official_mask=False)
-    if facts.get("greedy"):
-        checks.same("greedy", tensors["greedy_tokens"].tolist(), facts["greedy"])
+        _continued(checks, read(), "padmasked.", tensors, facts.get("padmasked_min_margin"), official_mask=False)
+    for said, tensor in (("greedy", "greedy_tokens"), ("padmasked_greedy", "padmasked.greedy_tokens")):
+        if facts.get(said):
+            checks.same(said, tensors[tensor].tolist(), facts[said])
     if any(k.startswith("receiver_alone.") for k in tensors):
         alone = prefill(receiver, (), replace(prompt, sections=(Section(-1, prompt.ids.shape[1]),)))
         _caches(checks, "receiver_alone", alone.cache, tensors)
@@ -297,11 +312,20 @@ def _caches(checks: Checks, prefix: str, cache: Any, tensors: dict[str, Tensor])
             checks.close(name, held.keys if kind == "key" else held.values, want)
 
 
-def _continued(checks: Checks, run: Run, prefix: str, tensors: dict[str, Tensor], *, official_mask: bool) -> None:
+def _continued(
+    checks: Checks, run: Run, prefix: str, tensors: dict[str, Tensor], margin: float | None, *, official_mask: bool
+) -> None:
+    """`margin`: the smallest distance from the best logit to the second in any step."""
     want = tensors[f"{prefix}greedy_tokens"]
     tokens, logits = greedy(run, len(want), official_mask=official_mask)
     checks.same(f"{prefix}greedy_tokens", tokens[0].tolist(), want.tolist())
     checks.close(f"{prefix}step_logits", logits[0], tensors[f"{prefix}step_logits"])
+    if margin is not None:
+        best = logits[0].topk(2, dim=-1).values
+        least = (best[:, 0] - best[:, 1]).min()
+        # Of two logits, each with its own error.
+        atol = 2 * (ATOL + RTOL * float(best.abs().max()))
+        checks.close(f"{prefix}margin", least, torch.tensor(margin), atol=atol)
 
 
 def _batch(
@@ -332,6 +356,8 @@ def _batch(
         result = batch_loss(receiver, sharers, batch, fusion=fusion)
         result.loss.backward()  # type: ignore[no-untyped-call]
         checks.close("loss", result.loss.reshape(1), tensors["loss"].reshape(1))
+        if "loss" in expected:
+            checks.close("loss as told", result.loss, torch.tensor(expected["loss"]))
         if "logits_last_section" in tensors:
             checks.close("logits_last_section", result.logits, tensors["logits_last_section"])
         _gradients(checks, "grad.", tensors, lambda name: _parameter(sharers[0], name))
@@ -358,102 +384,6 @@ def _indices(features: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> 
 def _parameter(sharer: Sharer, name: str) -> Tensor:
     projector, _, rest = name.partition(".")
     return sharer.fuser.projectors[int(projector.removeprefix("projector_"))].get_parameter(rest)
-
-
-def _aligned_prompt(checks: Checks, place: Path, expected: dict[str, Any]) -> None:
-    receiver, sharer = (_tokenizer(place / name) for name in ("receiver", "sharer"))
-    mode: Mode = "generate" if expected["kwargs"].get("add_generation_prompt") else "train"
-    if expected["kwargs"].get("remove_last_surfix"):
-        mode = "logits"
-    thinking = expected["kwargs"].get("enable_thinking")
-    aligner = OfficialAligner(receiver, sharer, expected["strategy"])
-    aligned = aligner.align(expected["messages"], mode, enable_thinking=thinking)
-    checks.same("receiver_text", aligned.receiver_text, expected["receiver_text"])
-    checks.same("sharer_text", aligned.sharer_text, expected["sharer_text"])
-    checks.same("sections_named", [[p.kind, [p.start, p.stop]] for p in aligned.parts], expected["sections_named"])
-    codes = [[s.code, s.length] for s in sections_of(aligned.codes)]
-    for run, facts in expected["runs"].items():
-        checks.same(f"sections of {run}", codes, facts["sections"])
-        tensors = load_file(place / f"expected_{run}.safetensors")
-        checks.same("receiver ids", list(aligned.receiver_ids), tensors["input_ids.receiver"][0].tolist())
-        checks.same("sharer ids", list(aligned.sharer_ids), tensors["input_ids.sharer"][0].tolist())
-        for role, padding in (("receiver", aligned.receiver_padding), ("sharer", aligned.sharer_padding)):
-            checks.same(f"{role} mask", [int(not p) for p in padding], tensors[f"attention_mask.{role}"][0].tolist())
-        checks.same("positions", list(range(len(aligned.receiver_ids))), tensors["position_ids"][0].tolist())
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def _alignment(cases: Cases, folder: Path) -> None:
-    loaded: dict[str, Any] = {}
-    if folder.is_dir() and not any((folder / name).exists() for name in ("cases.json", "every_token.json")):
-        cases.broken("alignment", "neither cases.json nor every_token.json is there")
-
-    def tokenizer(name: str) -> Any:
-        if name not in loaded:
-            loaded[name] = _tokenizer(folder / name if "/" in name else folder / "tokenizers" / name)
-        return loaded[name]
-
-    for row in _rows(cases, folder / "cases.json", "cases"):
-        label = " ".join(str(row.get(key)) for key in ("case", "sharer_tokenizer", "strategy", "mode"))
-        with cases.case(f"alignment/{label}") as checks:
-            aligner = OfficialAligner(tokenizer("receiver"), tokenizer(row["sharer_tokenizer"]), row["strategy"])
-            _aligned_case(checks, aligner, row)
-    for row in _rows(cases, folder / "every_token.json", "runs"):
-        with cases.case(f"alignment/every_token {row.get('strategy')}") as checks:
-            one = Aligner(tokenizer("receiver"), tokenizer(row.get("sharer_tokenizer", "sharer")), row["strategy"])
-            checks.same("sharer_ids", [one.convert(i) for i in row["receiver_ids"]], row["sharer_ids"])
-            found = [list(one.candidates(i)) for i in row["receiver_ids"]]
-            checks.same("candidates", found, row.get("candidates", found))
-
-
-def _rows(cases: Cases, file: Path, key: str) -> list[dict[str, Any]]:
-    """The vectors of a file; none where it is not there. One that holds no vectors is a broken case."""
-    if not file.exists():
-        return []
-    try:
-        held = _json(file)
-    except ValueError as error:
-        cases.broken(f"alignment/{file.stem}", f"not JSON: {error}")
-        return []
-    rows = held.get(key) if isinstance(held, dict) else None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        cases.broken(f"alignment/{file.stem}", f"{key} must be a list of objects, with one at least")
-        return []
-    return rows
-
-
-def _aligned_case(checks: Checks, aligner: Aligner, row: dict[str, Any]) -> None:
-    try:
-        aligned = aligner.align(row["messages"], row["mode"], enable_thinking=row["kwargs"].get("enable_thinking"))
-    except BadPrompt as error:
-        checks.same(f"refused ({error})", "error" in row, True)
-        return
-    checks.same("refused", "error" in row, False)
-    want = row.get("result", {})
-    for name, got in _as_official(aligned).items():
-        checks.same(name, got, want.get(name))
-    if "train_labels" in row:
-        checks.same("train_labels", list(aligned.labels), row["train_labels"])
-    if "train_kv_cache_index_code" in row:
-        checks.same("train_kv_cache_index_code", list(aligned.codes), row["train_kv_cache_index_code"])
-
-
-def _as_official(aligned: Aligned) -> dict[str, Any]:
-    return {
-        "slm_ids_padded": list(aligned.receiver_ids),
-        "llm_ids_padded": list(aligned.sharer_ids),
-        "message_mask": [int(m) for m in aligned.message_mask],
-        "slm_padding_mask": [int(m) for m in aligned.receiver_padding],
-        "llm_padding_mask": [int(m) for m in aligned.sharer_padding],
-        "sections": [{"type": p.kind, "range": [p.start, p.stop]} for p in aligned.parts],
-        "slm_text": aligned.receiver_text,
-        "llm_text": aligned.sharer_text,
-    }
 
 
 @click.command("conform")

@@ -74,6 +74,21 @@ def _json(file: str, old: str, new: str) -> Callable[[Path], None]:
     return apply
 
 
+def _said(file: str, *path: str | int) -> Callable[[Path], None]:
+    """Change one value of a JSON file: a number by one, anything else to another text."""
+
+    def apply(folder: Path) -> None:
+        held = json.loads((folder / file).read_text())
+        place = held
+        for key in path[:-1]:
+            place = place[key]
+        old = place[path[-1]]
+        place[path[-1]] = old + 1 if isinstance(old, (int, float)) else "other"
+        (folder / file).write_text(json.dumps(held))
+
+    return apply
+
+
 OFF: dict[str, Callable[[Path], None]] = {
     "projector/deep eval": _tensor("projector/deep.safetensors", "out.value", 1e-3),
     "projector/deep train": _tensor("projector/deep.safetensors", "train.grad.key_in.weight", 1e-2),
@@ -88,6 +103,32 @@ OFF: dict[str, Callable[[Path], None]] = {
     ),
     "e2e/same_tokenizer/batch_loss": _tensor("e2e/same_tokenizer/expected_batch_loss.safetensors", "loss", 1e-2),
 }
+
+
+SAID: dict[str, Callable[[Path], None]] = {
+    "projector/single_token eval": _said("projector/single_token.meta.json", "N"),
+    "projector/same_dims eval": _said("projector/same_dims.projector.json", "init_args", "dtype", "value"),
+    "projector/bf16 eval": _said("projector/bf16.meta.json", "out_dtype"),
+    "e2e/aligned/full": _said("e2e/aligned/expected.json", "runs", "full", "padmasked_greedy", 7),
+    "e2e/aligned/alignment": _said("e2e/aligned/expected.json", "sharer_pad_count"),
+    "e2e/k_nearest_fewer_sharer_layers/full": _said(
+        "e2e/k_nearest_fewer_sharer_layers/expected.json", "input_ids", 0, 1
+    ),
+    "e2e/same_tokenizer/front_half": _said("e2e/same_tokenizer/expected.json", "runs", "front_half", "min_top2_margin"),
+    "e2e/same_tokenizer/batch_loss": _said("e2e/same_tokenizer/expected_batch_loss.json", "loss"),
+    "alignment/every_token longest": _said("alignment/every_token.json", "runs", 1, "sharer_ids", 20),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_stands_beside_the_tensors_is_compared_too(name: str, tmp_path: Path) -> None:
+    """One value changed in a JSON file fails the case that it describes, and no other."""
+    part = name.partition("/")[0]
+    pair = name.split("/")[1] if part == "e2e" else ""
+    shutil.copytree(GOLDEN / part / pair, tmp_path / part / pair)
+    (tmp_path / "alignment" / "cases.json").unlink(missing_ok=True)
+    SAID[name](tmp_path)
+    assert [case.name for case in conform(tmp_path) if not case.passed] == [name]
 
 
 @pytest.mark.parametrize("name", OFF)
