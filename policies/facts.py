@@ -104,6 +104,8 @@ class Facts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """`tenant`, and what the request is labelled as; values that sources did not agree on are joined by commas."""
     use_case: str | None = None
     """That the caller's key is bound to; requests of other keys may belong to one by a label."""
+    asked: str = ""
+    """The name that the caller asked for, where it is not the group's own: an alias, or one that fits a wildcard."""
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

@@ -79,7 +79,7 @@ _NOT_REJECTED = frozenset({"verified", "unproven"})
 
 
 def model(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
-    return OK if terms.models is None or terms.allows_model(facts.model) else REFUSALS["model_not_allowed"]
+    return OK if terms.models is None or terms.allows(facts) else REFUSALS["model_not_allowed"]
 
 
 def regulated(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
@@ -113,7 +113,7 @@ def _case(terms: Terms, facts: Facts, deployment: DeploymentFacts, name: str) ->
         return Verdict(False, "use_case_unapproved", name)
     if not 0 < facts.now < case.until:
         return Verdict(False, "use_case_overdue", name if facts.now > 0 else f"{name}: today's date is not known")
-    outside = case.bounds.exceeded(facts.model, deployment)
+    outside = case.bounds.exceeded(facts, deployment)
     return OK if outside is None else Verdict(False, "use_case_not_allowed", f"{name}: {outside}")
 
 
@@ -121,7 +121,7 @@ def labels(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
     for label in terms.labels:
         told = facts.labels.get(label)
         for value, bounds in terms.bounds_of(label, told):
-            outside = bounds.exceeded(facts.model, deployment)
+            outside = bounds.exceeded(facts, deployment)
             if outside is not None:
                 which = value if told is not None and value in told.split(",") else f"missing, hence also {value}"
                 return Verdict(False, "label_not_allowed", f"{label} {which}: {outside}")

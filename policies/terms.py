@@ -34,11 +34,11 @@ class Bounds:
             None if scope.regions is None else frozenset(scope.regions),
         )
 
-    def exceeded(self, model: str, deployment: DeploymentFacts) -> str | None:
+    def exceeded(self, facts: Facts, deployment: DeploymentFacts) -> str | None:
         """What the deployment lies outside of: `models`, `transports` or `regions`."""
         if self.lanes is not None and deployment.transport not in self.lanes:
             return "transports"
-        if self.models is not None and not _among(model, self.models, self.model_prefixes):
+        if self.models is not None and not _named(facts, self.models, self.model_prefixes):
             return "models"
         if self.regions is not None and deployment.region not in self.regions:
             return "regions"
@@ -128,6 +128,10 @@ class Terms:
         """Whether the tenant may name this model group."""
         return self.models is None or _among(model, self.models, self.model_prefixes)
 
+    def allows(self, facts: Facts) -> bool:
+        """Whether the tenant may use the model by the name that was asked for, or its group."""
+        return self.models is None or _named(facts, self.models, self.model_prefixes)
+
     def cases_of(self, facts: Facts) -> tuple[str, ...]:
         """Use cases that the request belongs to, all of which must allow it: the key's, else those of its label.
 
@@ -158,6 +162,12 @@ def _names(models: tuple[str, ...] | None) -> tuple[frozenset[str] | None, tuple
     """Whole names, and prefixes of those that end in a star."""
     exact = None if models is None else frozenset(m for m in models if not m.endswith("*"))
     return exact, tuple(m[:-1] for m in models or () if m.endswith("*"))
+
+
+def _named(facts: Facts, exact: frozenset[str], prefixes: tuple[str, ...]) -> bool:
+    if _among(facts.model, exact, prefixes):
+        return True
+    return facts.asked != "" and _among(facts.asked, exact, prefixes)
 
 
 def _among(model: str, exact: frozenset[str], prefixes: tuple[str, ...]) -> bool:

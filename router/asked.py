@@ -14,6 +14,7 @@ from policies.facts import Facts
 from router.call import Call
 from router.prices import USUAL_SIZE, Asked
 from router.upload import Upload
+from router.wire import MOST
 
 BYTES_PER_S = 4000
 """Of sound that is sent to be heard, and whose length nobody tells: speech at 32 kbit/s, which is seldom longer."""
@@ -142,6 +143,6 @@ def _text(call: Call, name: str) -> str:
 
 def _whole(said: str, otherwise: int) -> int:
     try:
-        return max(1, int(float(said)))
+        return min(max(1, int(float(said))), MOST)
     except (ValueError, OverflowError):
         return otherwise

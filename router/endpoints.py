@@ -40,7 +40,7 @@ from router.server import Exchange
 from router.telemetry import Event, Outcome, log_request
 from router.tenants import Tenant, TenantSource
 from router.transcript import transcript
-from router.wire import DONE, error_frame, read_body, read_flag, read_text, wants_usage
+from router.wire import DONE, TOO_DEEP, error_frame, read_body, read_flag, read_text, wants_usage
 
 log = structlog.get_logger("twolane.router")
 
@@ -104,6 +104,9 @@ class Endpoint:
             course = await dispatcher.dispatch(call)
         except RouterError as error:
             await refuse(caller, error, {"x-twolane-decision": call.id, "x-litellm-call-id": call.id})
+            return
+        except RecursionError:  # of what was read later than its outermost level
+            await refuse(caller, BadRequest(TOO_DEEP, code="invalid_json"), {})
             return
         except Exception as error:
             log.exception("request_failed", request_id=call.id, error=type(error).__name__)

@@ -11,7 +11,7 @@ import msgspec
 
 from router.call import Call
 from router.deployments import Kind
-from router.wire import given, read_whole
+from router.wire import MOST, given, read_whole
 
 _WORKERS = frozenset({"tools", "images", "audio", "files", "json", "embeddings", "responses", "passthrough"})
 CANNOT: dict[Kind, frozenset[str]] = {
@@ -90,11 +90,17 @@ def prompt_tokens(call: Call) -> int:
 
 
 def output_limit(call: Call) -> int | None:
-    """Tokens the caller allows the answer at most; None where it sets no bound. Raises BadRequest."""
+    """Tokens the caller allows the answer at most; None where it sets no bound. Raises BadRequest.
+
+    Of several the largest holds, for an upstream may read any. One below zero is no bound: some take it for none.
+    """
+    most: int | None = None
     for name in _OUTPUT:
         if given(call.fields, name):
-            return read_whole(call.fields, name)
-    return None
+            limit = read_whole(call.fields, name)
+            if limit is not None and limit >= 0 and (most is None or limit > most):
+                most = min(limit, MOST)
+    return most
 
 
 class _Turn(msgspec.Struct):

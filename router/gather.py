@@ -118,6 +118,7 @@ class Gatherer:
             conversation=None if who is None else share(who),
             labels={**call.labels, "tenant": call.tenant.name},
             use_case=call.tenant.use_case,
+            asked="" if call.model == model else call.model,
         )
 
     def _deployment(self, entry: _Entry, prompt: int, limit: int | None) -> DeploymentFacts:

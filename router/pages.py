@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from policies.terms import Terms
 from router.admin import LaneAdmin
 from router.admins import Admins, who
 from router.course import decision_view
@@ -122,7 +123,7 @@ class Pages:
     async def model(self, request: Request) -> Response:
         name, tenant = request.path_params["id"], self._tenant(request)
         group = self._endpoint.dispatcher.settings.group(name)
-        fits = group is not None and STAR in group and tenant.policy.terms.allows_model(group)
+        fits = group is not None and STAR in group and _may(tenant.policy.terms, name, group)
         if not fits and name not in self._names(tenant):
             raise UnknownModel(f"The model {name!r} does not exist.", param="model")
         return _json(self._model(name))
@@ -131,10 +132,12 @@ class Pages:
         tenant = self._tenant(request)
         admin = self._admins.find(bearer(first_of_each(request.scope["headers"]))) is not None
         wanted = request.query_params.get("litellm_model_id")
+        settings = self._endpoint.dispatcher.settings
         data = [
             model_info(deployment, admin=admin)
-            for group, members in self._endpoint.dispatcher.settings.groups.items()
+            for group, members in settings.groups.items()
             if tenant.policy.terms.allows_model(group)
+            or group in {settings.group(name) for name in tenant.policy.terms.models or ()}
             for deployment in members
             if wanted in (None, deployment.id)
         ]
@@ -146,8 +149,10 @@ class Pages:
         settings = self._endpoint.dispatcher.settings
         routing = settings.routing
         names = dict.fromkeys((*settings.groups, *(a for a in routing.aliases if a not in routing.hidden)))
-        allowed = tenant.policy.terms.allows_model
-        return [n for n in names if STAR not in n and allowed(settings.group(n) or n)]
+        terms = tenant.policy.terms
+        found = [n for n in names if STAR not in n and _may(terms, n, settings.group(n) or n)]
+        # Of a wildcard's names those that the tenant's policy writes out.
+        return found + sorted(n for n in (terms.models or ()) if n not in names and settings.group(n) is not None)
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "twolane"}
@@ -264,3 +269,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     told = RouterError("The router failed.", code="internal_error")
     return Response(told.body(), told.status, media_type="application/json")
+
+
+def _may(terms: Terms, name: str, group: str) -> bool:
+    return terms.allows_model(group) or terms.allows_model(name)

@@ -22,6 +22,8 @@ MAX_EVENT = 32 * 2**20
 NULL = msgspec.Raw(b"null")
 ABSENT = msgspec.Raw()
 
+TOO_DEEP = "The body is nested too deeply."
+
 T = TypeVar("T")
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -39,6 +41,8 @@ def read_body(body: bytes) -> dict[str, msgspec.Raw]:
         return _fields.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise BadRequest("The body must be a JSON object.", code="invalid_json") from None
+    except RecursionError:
+        raise BadRequest(TOO_DEEP, code="invalid_json") from None
 
 
 def given(fields: dict[str, msgspec.Raw], name: str) -> bool:
@@ -122,7 +126,7 @@ def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
     """Take the figures of a `usage` object. One that no answer can have used counts as none, and is `unreadable`."""
     try:
         view = _usage.decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         unread(into)
         return
     details = view.prompt_tokens_details or view.input_tokens_details
@@ -211,7 +215,7 @@ def all_objects(texts: Iterable[bytes]) -> bool:
     try:
         for _ in map(_any.decode, texts):
             pass
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 
@@ -230,7 +234,7 @@ def read_answer(body: bytes) -> Answer | None:
     """The view of a plain body or event data; None when it is not a JSON object."""
     try:
         return _answer.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

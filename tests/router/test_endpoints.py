@@ -293,3 +293,37 @@ async def test_body_broken_off_harms_nobody(door: Router) -> None:
     writer.close()
     await writer.wait_closed()
     assert (await door.post(model="m")).status == 200
+
+
+@pytest.mark.parametrize("depth", [500, 900, 1000, 100_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/decide"])
+async def test_bodies_nested_too_deeply_are_a_400(door: Router, path: str, depth: int) -> None:
+    """However deep a body is, it is passed on or it is the caller's mistake, and the next one is served."""
+    deep = b"[" * depth + b"]" * depth
+    raw = b'{"model": "m", "messages": %b, "input": %b}' % (deep, deep)
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    async with door.session.post(path, data=raw, headers=headers) as answer:
+        body = await answer.json()
+    assert answer.status == 400 or (depth < 1000 and answer.status == 200)
+    if answer.status == 400:
+        assert body["error"]["code"] == "invalid_json"
+    assert (await door.post(model="m")).status == 200
+
+
+async def test_answers_nested_too_deeply_are_the_upstreams_fault(door: Router, up: Upstream) -> None:
+    """An upstream's answer that nobody can read is its failure; in a stream the event is left out."""
+    deep = "[" * 100_000 + "]" * 100_000
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        if not seen.body.get("stream"):
+            return web.Response(text=f'{{"choices": {deep}}}', content_type="application/json")
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(seen.request)
+        for data in (json.dumps(chunk("a")), f'{{"choices": {deep}}}', json.dumps(chunk("b", "stop")), "[DONE]"):
+            await response.write(f"data: {data}\n\n".encode())
+        return response
+
+    up.answers["m"] = answer
+    got = await door.post(model="m")
+    assert (got.status, got.error["code"]) == (502, "upstream_malformed")
+    assert (await door.post(model="m", stream=True)).text == "ab"

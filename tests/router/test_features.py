@@ -66,7 +66,7 @@ def test_needs(asked: Call, expected: set[str]) -> None:
 def test_sizes() -> None:
     """Tokens come from bytes, the bound from whichever name it is given under."""
     assert prompt_tokens(call(messages=says("x" * 4000))) == pytest.approx(1000, rel=0.05)
-    assert output_limit(call(max_completion_tokens=7, max_tokens=9)) == 7
+    assert output_limit(call(max_completion_tokens=7, max_tokens=9)) == 9
     assert output_limit(call(max_tokens=None)) is None
     with pytest.raises(BadRequest):
         output_limit(call(max_tokens="many"))

@@ -335,3 +335,48 @@ def test_a_forms_short_fields_are_read_on_their_way(fields: list[tuple[str, str]
             assert form.told[name] == said[0]
         if len(said) != 1:
             assert form.told.get(name, "") in ("", *said)
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"max_tokens": -(10**9)}, 256),
+        ({"max_tokens": -1}, 256),
+        ({"max_tokens": 10, "n": -(10**9)}, 10),
+        ({"max_tokens": 10, "max_completion_tokens": 1}, 10),
+        ({"max_tokens": -1, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": 0}, 0),
+    ],
+)
+async def test_odd_bounds_give_nothing_back(body: dict[str, Any], tokens: int, tmp_path: Path) -> None:
+    """A bound below zero reserves like none, of several the largest is reserved, and nothing makes room for others."""
+    async with upstream() as up:
+        came, go = asyncio.Event(), asyncio.Event()
+
+        async def slow(seen: Seen) -> web.StreamResponse:
+            came.set()
+            await go.wait()
+            return plain()
+
+        up.answers["m"] = slow
+        one = deployment("m", up, input_cost_per_token=0.0, output_cost_per_token=1.0)
+        tenants = [{"name": "a", "key": KEY, "max_budget": 1000.0, "tpm_limit": 10**6}]
+        async with door(tmp_path, one, tenants=tenants) as to:
+            asked = asyncio.create_task(to.post(model="m", **body))
+            await came.wait()
+            window = to.app.parts.limits._windows["a"]
+            assert window.spent == tokens
+            assert all(counts.tokens >= 0 for counts in window.buckets.values())
+            go.set()
+            await asked
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 10**30}, {"max_tokens": 10**30, "n": 10**30}])
+async def test_bounds_beyond_measure(body: dict[str, Any], tmp_path: Path) -> None:
+    """What no budget has room for is refused by it, and what has no budget runs."""
+    async with upstream() as up:
+        one = deployment("m", up, input_cost_per_token=0.0, output_cost_per_token=1.0)
+        tenants = [{"name": "a", "key": KEY, "max_budget": 1000.0}, {"name": "b", "key": "sk-b", "rpm_limit": 5}]
+        async with door(tmp_path, one, tenants=tenants) as to:
+            assert (await to.post(model="m", **body)).error["code"] == "insufficient_quota"
+            assert (await to.post(model="m", key="sk-b", **body)).status == 200

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.settings import ConfigError, load_text
 from router.wildcards import MOST, filled, narrowest, parts
-from tests.router.gateway import Seen, Upstream, deployment, failure, router, upstream
+from tests.router.gateway import KEY, Seen, Upstream, deployment, failure, router, upstream
 
 
 @pytest.fixture
@@ -155,3 +155,20 @@ async def test_an_aliass_own_retries_go_first(tmp_path: Path, up: Upstream) -> N
         assert up.count("real") == 2
         assert (await door.post(model="real")).status == 503
         assert up.count("real") == 3
+
+
+async def test_a_tenant_may_use_what_its_policy_names(tmp_path: Path, up: Upstream) -> None:
+    """A policy that lists an alias, or a name that fits a wildcard, allows that name and no other of the group; both
+    are listed and can be looked up."""
+    models = [group("real", up, "real"), group("openai/*", up, "*")]
+    tenants = [{"name": "a", "key": KEY, "models": ["gpt-4", "openai/x", "gone"]}]
+    settings = {"model_group_alias": {"gpt-4": "real"}}
+    async with router(tmp_path, {"model_list": models, "router_settings": settings, "tenants": tenants}) as door:
+        asked = {name: (await door.post(model=name)).status for name in ("gpt-4", "real", "openai/x", "openai/y")}
+        assert asked == {"gpt-4": 200, "real": 403, "openai/x": 200, "openai/y": 403}
+        listed = [entry["id"] for entry in (await door.get("/v1/models")).json["data"]]
+        assert listed == ["gpt-4", "openai/x"]
+        found = {name: (await door.get(f"/v1/models/{name}")).status for name in (*asked, "gone")}
+        assert found == {"gpt-4": 200, "real": 404, "openai/x": 200, "openai/y": 404, "gone": 404}
+        groups = {entry["model_name"] for entry in (await door.get("/v1/model/info")).json["data"]}
+        assert groups == {"real", "openai/*"}
