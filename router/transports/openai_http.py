@@ -54,6 +54,8 @@ class Target:
     stream_timeout: float | None = None
     secrets: tuple[str, ...] = ()
     """Struck out of error texts."""
+    asks_usage: bool = True
+    """Streams are asked to tell their usage, whether or not the caller did."""
     worker: bool = False
     """A worker of ours: usage is always asked for and `twolane` is taken out of the answer."""
     _heads: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -128,7 +130,7 @@ def dress(call: Call, target: Target) -> bytes:
         fields.pop(name, None)
     for name, value in target.defaults.items():
         fields.setdefault(name, value)
-    if call.stream and not call.include_usage and call.path in _USAGE_PATHS:
+    if call.stream and not call.include_usage and target.asks_usage and call.path in _USAGE_PATHS:
         fields["stream_options"] = _with_usage(fields.get("stream_options"))
     return msgspec.json.encode(fields)
 

@@ -6,13 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import structlog
 
 from router.call import Call, Reply
 from router.deployments import Deployment
+from router.errors import Refused
 from router.transports.openai_http import Pools, Target, exchange
 from router.transports.raw_http import carry
 from router.wildcards import STAR
 
+log = structlog.get_logger("twolane.router")
+
+_USAGE = "stream_options"
 _NOT_BODY = frozenset(
     {
         "additional_drop_params",
@@ -49,7 +54,20 @@ class TextHTTP:
             chosen = replace(chosen, model=self._deployment.upstream_for(call.model))
         if call.raw is not None:
             return await carry(self._pools, chosen, call, call.raw)
-        return await exchange(self._pools, chosen, call)
+        try:
+            return await exchange(self._pools, chosen, call)
+        except Refused as error:
+            if not call.stream or call.include_usage or not chosen.asks_usage or _USAGE not in f"{error} {error.param}":
+                raise
+        return await self._without_usage(replace(chosen, asks_usage=False), call)
+
+    async def _without_usage(self, chosen: Target, call: Call) -> Reply:
+        """What was refused for what we added to it, as the caller sent it; where that works it is added no more."""
+        reply = await exchange(self._pools, chosen, call)
+        if self._target.asks_usage:
+            self._target = replace(self._target, asks_usage=False)
+            log.warning("upstream_takes_no_stream_options", deployment=self._deployment.id)
+        return reply
 
     async def close(self) -> None:
         """Nothing of its own: whoever made the pools closes them."""
@@ -76,5 +94,6 @@ def target(deployment: Deployment, *, timeout: float, stream_timeout: float | No
         dropped=frozenset(extra.get("additional_drop_params") or ()),
         timeout=deployment.timeout or timeout,
         stream_timeout=params.stream_timeout or (None if deployment.timeout else stream_timeout),
+        asks_usage=_USAGE not in (extra.get("additional_drop_params") or ()),
         secrets=tuple(s for s in secret if s and len(s) >= 8),
     )

@@ -327,3 +327,52 @@ async def test_answers_nested_too_deeply_are_the_upstreams_fault(door: Router, u
     got = await door.post(model="m")
     assert (got.status, got.error["code"]) == (502, "upstream_malformed")
     assert (await door.post(model="m", stream=True)).text == "ab"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {
+            "error": {
+                "message": "Unrecognized request argument: stream_options",
+                "type": "t",
+                "param": None,
+                "code": None,
+            }
+        },
+        {"error": {"message": "unknown field", "type": "t", "param": "stream_options", "code": None}},
+        {"detail": [{"type": "extra_forbidden", "loc": ["body", "stream_options"], "msg": "Extra inputs"}]},
+    ],
+)
+async def test_upstreams_that_take_no_stream_options_stream_all_the_same(
+    door: Router, up: Upstream, refusal: dict[str, object]
+) -> None:
+    """What is added to a stream for our books fails no stream: it is left out, from then on at once. What the caller
+    sent himself is refused as the upstream does."""
+
+    async def strict(seen: Seen) -> web.StreamResponse:
+        if "stream_options" in seen.body:
+            return plain(422, refusal)
+        return await seen.stream(chunk("a", "stop"))
+
+    up.answers["m"] = strict
+    for count in (2, 3):
+        got = await door.post(model="m", stream=True)
+        assert (got.status, got.text) == (200, "a")
+        assert up.count("m") == count
+    asked = await door.post(model="m", stream=True, stream_options={"include_usage": True})
+    assert asked.status == 422
+    assert up.count("m") == 4
+
+
+async def test_dropped_stream_options_are_not_added(tmp_path: Path, up: Upstream) -> None:
+    """Where `additional_drop_params` names them, nothing is asked of an upstream by them."""
+    entry = deployment("m", up, additional_drop_params=["stream_options"])
+
+    async def says(seen: Seen) -> web.StreamResponse:
+        return await seen.stream(chunk("a", "stop"))
+
+    up.answers["m"] = says
+    async with router(tmp_path, {"model_list": [entry]}) as door:
+        assert (await door.post(model="m", stream=True, stream_options={"x": 1})).status == 200
+    assert "stream_options" not in up.seen[0].body
