@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import structlog
+from msgspec import UNSET, UnsetType
 
 from policies.facts import Decision, Facts
 from router import policy_files
@@ -30,7 +31,7 @@ from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
 from router.call import Call, Usage
 from router.errors import Unrecorded
-from router.facts_record import pack_all, pack_decision
+from router.facts_record import DecisionRecord, pack_all, pack_decision
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
@@ -155,7 +156,7 @@ class Audit:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
             self._check_anchor()
-            body = partial(_with_facts, _asked(call, decision), tuple(call.decided), _rules(call))
+            body = partial(_intent, _Asked.of(call, decision))
             entry = Entry("intent", body, call.id, {"request": _request(call)}, "full", call.subject)
             await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
@@ -175,7 +176,7 @@ class Audit:
         regulated = self.regulated(call.tenant)
         begun = call.id in self._begun
         self._begun.discard(call.id)
-        body = partial(_outcome, _asked(call, decision), tuple(call.decided), _rules(call), outcome)
+        body = partial(_outcome, _Asked.of(call, decision), outcome)
         keep: Content = "full" if regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
@@ -340,56 +341,115 @@ def _request(call: Call) -> bytes:
     return msgspec.json.encode(call.fields)
 
 
-def _asked(call: Call, decision: Decision | None) -> dict[str, Any]:
-    """What was asked, under which policy, and what was decided first."""
-    asked: dict[str, Any] = {
-        "path": call.path,
-        "model": call.model,
-        "stream": call.stream,
-        "hint": call.hint,
-        "budget_ms": call.budget_ms,
-        "pinned": call.pinned,
-        "policy": call.tenant.digest,
-    }
-    if call.raw is not None:
-        asked["method"] = call.raw.method
-    if decision is not None:
-        asked |= {"chosen": decision.chosen, "decision": decision}
-    if call.guardrails:
-        asked["guardrails"] = call.guardrails
-    return asked
+class _Asked(msgspec.Struct, frozen=True, gc=False):
+    """What was asked, under which policy, and what was decided; holds no text, for it may wait."""
+
+    path: str
+    model: str
+    stream: bool
+    hint: str
+    budget_ms: float | None
+    pinned: str | None
+    policy: str
+    """Digest."""
+    method: str | None
+    """Of a request that is passed through."""
+    first: Decision | None
+    guardrails: tuple[str, ...]
+    decided: tuple[tuple[Facts, Decision], ...]
+    rules: tuple[str, ...]
+    """Names of those that the decisions were made by."""
+
+    @classmethod
+    def of(cls, call: Call, decision: Decision | None) -> _Asked:
+        return cls(
+            call.path,
+            call.model,
+            call.stream,
+            call.hint,
+            call.budget_ms,
+            call.pinned,
+            call.tenant.digest,
+            None if call.raw is None else call.raw.method,
+            decision,
+            call.guardrails,
+            tuple(call.decided),
+            call.tenant.policy.plan.names,
+        )
 
 
-def _rules(call: Call) -> tuple[str, ...]:
-    return call.tenant.policy.plan.names
+class _Intent(msgspec.Struct, gc=False):
+    """A record's members in the order in which they are written, but for those that every record has."""
+
+    path: str
+    model: str
+    stream: bool
+    hint: str
+    budget_ms: float | None
+    pinned: str | None
+    policy: str
+    method: str | UnsetType
+    chosen: str | UnsetType | None
+    decision: DecisionRecord | UnsetType
+    guardrails: tuple[str, ...] | UnsetType
+    later: list[DecisionRecord] | UnsetType
+    facts: msgspec.Raw | UnsetType
 
 
-Decided = tuple[tuple[Facts, Decision], ...]
+class _Outcome(_Intent, gc=False):
+    """With how the call ended. What `Outcome` has, but for the texts."""
+
+    result: str
+    status: int
+    deployment: str | None
+    transport: str | None
+    error: str | None
+    tried: tuple[str, ...]
+    usage: Usage
+    cost: float | None
+    run: Any
+    fingerprints: dict[str, str]
+    ttft_ms: float | None
+    total_ms: float | None
 
 
-def _with_facts(asked: dict[str, Any], decided: Decided, rules: tuple[str, ...]) -> dict[str, Any]:
-    """With every decision, and what each was made from. Packed by the thread that writes, off the request's way."""
-    first: Decision | None = asked.get("decision")
-    if first is not None:
-        asked = asked | {"decision": pack_decision(first, rules)}
-    if decided[1:]:
-        asked = asked | {"later": [pack_decision(decision, rules) for _, decision in decided[1:]]}
-    return asked | {"facts": pack_all([facts for facts, _ in decided])} if decided else asked
+def _intent(asked: _Asked) -> _Intent:
+    return _Intent(*_packed(asked))
 
 
-def _outcome(asked: dict[str, Any], decided: Decided, rules: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
-    """Everything but the texts."""
-    return _with_facts(asked, decided, rules) | {
-        "result": outcome.result,
-        "status": outcome.status,
-        "deployment": outcome.deployment,
-        "transport": outcome.transport,
-        "error": outcome.error,
-        "tried": outcome.tried,
-        "usage": outcome.usage,
-        "cost": outcome.cost,
-        "run": None if outcome.run is None else msgspec.json.decode(outcome.run),
-        "fingerprints": outcome.fingerprints,
-        "ttft_ms": outcome.ttft_ms,
-        "total_ms": outcome.total_ms,
-    }
+def _outcome(asked: _Asked, outcome: Outcome) -> _Outcome:
+    return _Outcome(
+        *_packed(asked),
+        outcome.result,
+        outcome.status,
+        outcome.deployment,
+        outcome.transport,
+        outcome.error,
+        outcome.tried,
+        outcome.usage,
+        outcome.cost,
+        None if outcome.run is None else msgspec.json.decode(outcome.run),
+        outcome.fingerprints,
+        outcome.ttft_ms,
+        outcome.total_ms,
+    )
+
+
+def _packed(asked: _Asked) -> tuple[Any, ...]:
+    """The members of `_Intent`: every decision, and what each was made from. Made by the thread that writes."""
+    first, decided, rules = asked.first, asked.decided, asked.rules
+    return (
+        asked.path,
+        asked.model,
+        asked.stream,
+        asked.hint,
+        asked.budget_ms,
+        asked.pinned,
+        asked.policy,
+        UNSET if asked.method is None else asked.method,
+        UNSET if first is None else first.chosen,
+        UNSET if first is None else pack_decision(first, rules),
+        asked.guardrails or UNSET,
+        [pack_decision(decision, rules) for _, decision in decided[1:]] or UNSET,
+        pack_all([facts for facts, _ in decided]) if decided else UNSET,
+    )

@@ -31,7 +31,7 @@ from router.audit_lines import (
     last_line,
     open_line,
     read_head,
-    seal_line,
+    seal,
     segments,
 )
 from router.audit_vault import Vault, day_of
@@ -45,11 +45,15 @@ _LOCK_PATIENCE = 5.0
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the second
 
 
+Body = dict[str, Any] | msgspec.Struct
+"""Members of a record besides those that every record has; none has a name of theirs."""
+
+
 class Entry(msgspec.Struct, frozen=True):
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
     kind: Literal["intent", "chunk", "outcome", "control"]
-    body: dict[str, Any] | Callable[[], dict[str, Any]]
+    body: Body | Callable[[], Body]
     """A function is called when the record is written, by the thread that writes it."""
     id: str = ""
     content: dict[str, bytes] = {}
@@ -267,12 +271,16 @@ class _Lines:
         self.lines: list[bytes] = []
         self.checkpointed = False
         self._tenant, self._chain, self.vault = chain.tenant, state.chain, vault
+        self._whose = f'"tenant":{msgspec.json.encode(chain.tenant).decode()}'
+        self._second, self._written = -1, ""
 
     def add(self, entry: Entry) -> Exception | None:
         """None, or why the entry cannot be written as JSON."""
         try:
-            body = entry.body if isinstance(entry.body, dict) else entry.body()
-            self._add(entry.kind, entry.at, {"id": entry.id} if entry.id else {}, body, self._content(entry))
+            body = entry.body() if callable(entry.body) else entry.body
+            named = b'"id":' + msgspec.json.encode(entry.id) if entry.id else b""
+            texts = self._content(entry) if entry.keep != "none" and entry.content else b""
+            self._add(entry.kind, entry.at, named, msgspec.json.encode(body)[1:-1], texts)
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             return error
         return None
@@ -280,32 +288,38 @@ class _Lines:
     def add_checkpoint(self, signer: Signer) -> None:
         """A signed record over all before it."""
         sig = signer.sign(statement(self._tenant, self._chain, self.seq - 1, self.prev))
-        self._add("checkpoint", time.time(), {"key": signer.id, "sig": sig})
+        self._add("checkpoint", time.time(), msgspec.json.encode({"key": signer.id, "sig": sig})[1:-1])
         self.checkpointed = True
 
-    def _add(self, kind: str, at: float, *members: dict[str, Any]) -> None:
-        moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds")
-        body: dict[str, Any] = {"seq": self.seq, "prev": self.prev, "ts": moment, "tenant": self._tenant, "kind": kind}
+    def _add(self, kind: str, at: float, *members: bytes) -> None:
+        """Put a line together from the JSON of its parts, each without its braces."""
+        head = f'{{"seq":{self.seq},"prev":"{self.prev}","ts":"{self._moment(at)}",{self._whose},"kind":"{kind}"'
         if self.seq == 0:
-            body |= {"chain": self._chain, "format": FORMAT}
-        for part in members:
-            body |= part
-        line, self.prev = seal_line(body)
+            head += f',"chain":"{self._chain}","format":{FORMAT}'
+        line, self.prev = seal(b",".join([head.encode(), *filter(None, members)]) + b"}")
         self.lines.append(line)
         self.seq += 1
 
-    def _content(self, entry: Entry) -> dict[str, Any]:
-        if entry.keep == "none" or not entry.content:
-            return {}
+    def _moment(self, at: float) -> str:
+        """In UTC with microseconds, as `datetime.isoformat` writes it; a second's records share the most of it."""
+        second, micro = divmod(round(at * 1e6), 1_000_000)
+        if second != self._second:
+            self._second, self._written = second, datetime.fromtimestamp(second, UTC).isoformat()[:19]
+        return f"{self._written}.{micro:06d}+00:00"
+
+    def _content(self, entry: Entry) -> bytes:
         vault = self.vault
         day = max(day_of(entry.at), vault.first)
-        whose = {} if entry.subject is None else {"subject": vault.subject(entry.subject)}
-        key = vault.content_key(day, whose.get("subject"))
-        if entry.keep == "hash":
-            kept = {name: key.digest(text) for name, text in entry.content.items()}
-        else:
-            kept = {n: key.seal(t, bound(self._tenant, self._chain, entry.id, n)) for n, t in entry.content.items()}
-        return {"content": {"keep": entry.keep, "key": vault.id, "day": day, **whose, **kept}}
+        kept = {"keep": entry.keep, "key": vault.id, "day": day}
+        if entry.subject is not None:
+            kept["subject"] = vault.subject(entry.subject)
+        key = vault.content_key(day, kept.get("subject"))
+        for name, text in entry.content.items():
+            if entry.keep == "hash":
+                kept[name] = key.digest(text)
+            else:
+                kept[name] = key.seal(text, bound(self._tenant, self._chain, entry.id, name))
+        return b'"content":' + msgspec.json.encode(kept)
 
 
 def control(what: str, who: str, detail: dict[str, Any]) -> Entry:

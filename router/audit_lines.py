@@ -90,7 +90,11 @@ class Segment(msgspec.Struct, frozen=True):
 
 def seal_line(body: dict[str, Any]) -> tuple[bytes, str]:
     """The line with its newline, and its hash."""
-    payload = msgspec.json.encode(body)
+    return seal(msgspec.json.encode(body))
+
+
+def seal(payload: bytes) -> tuple[bytes, str]:
+    """The same of a record that is JSON already."""
     hash = hashlib.sha256(payload).hexdigest()
     return payload[:-1] + b',"hash":"' + hash.encode() + b'"}\n', hash
 

@@ -59,11 +59,11 @@ class ContentKey:
     """Seals and digests content."""
 
     raw: bytes
-    _digests: bytes = field(init=False, repr=False, compare=False)
-    """Derived once: every record is digested, and the key of a day serves many."""
+    _digests: hmac.HMAC = field(init=False, repr=False, compare=False)
+    """Made ready once: every record is digested, and the key of a day serves many."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_digests", _derived(self.raw, b"digest"))
+        object.__setattr__(self, "_digests", hmac.new(_derived(self.raw, b"digest"), digestmod="sha256"))
 
     @property
     def id(self) -> str:
@@ -84,7 +84,9 @@ class ContentKey:
 
     def digest(self, plain: bytes) -> str:
         """Keyed SHA-256: tells equal content from different, and cannot be guessed without the key."""
-        return hmac.digest(self._digests, plain, "sha256").hex()
+        digest = self._digests.copy()
+        digest.update(plain)
+        return digest.hexdigest()
 
 
 @dataclass(slots=True)
