@@ -23,7 +23,7 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from policies.facts import Decision, Facts
+from policies.facts import Decision
 from router import policy_files
 from router.audit_anchor import Anchor
 from router.audit_chain import Chain, Content, Entry, control
@@ -31,7 +31,7 @@ from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
 from router.call import Call, Usage
 from router.errors import Unrecorded
-from router.facts_record import DecisionRecord, pack_all, pack_decision
+from router.facts_record import DecisionRecord, Made, Packed, pack_all, pack_decision, pack_made
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
@@ -40,6 +40,9 @@ log = structlog.get_logger(__name__)
 
 _LINGER = 0.1
 """Seconds that records nobody waits for are held, to be handed to the thread together."""
+_RIPENED = 32
+"""Records that are made JSON together: in a row that costs half of what it costs amid a request. The thread that writes
+has so little left to do that a batch of it fits between two turns of the interpreter's lock."""
 _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
 
@@ -242,6 +245,8 @@ class Audit:
                 self._hand_over(tenant)
             elif len(self._held) >= BATCH:
                 self._hand_over()
+            elif len(self._held) % _RIPENED == 0:
+                _ripen(self._held[-_RIPENED:])
             elif len(self._held) == 1:
                 self._loop.call_later(_LINGER, self._hand_over)
 
@@ -253,6 +258,7 @@ class Audit:
             held = [job for job in self._held if job.tenant == tenant]
             self._held = [job for job in self._held if job.tenant != tenant]
         if held and self._thread is not None and self._thread.is_alive():
+            _ripen(held)
             self._jobs.put(held)
         else:
             self._finish([(job, AuditError("the log is not open")) for job in held])
@@ -330,6 +336,11 @@ class Audit:
                 self._kept.add(asker.digest)
 
 
+def _ripen(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        job.entry.ripen()
+
+
 def _unrecorded(error: Exception) -> Unrecorded:
     """The caller learns that there is no record; the cause stays in our log."""
     failure = Unrecorded("the audit record of this request could not be written, so there is no answer")
@@ -356,7 +367,8 @@ class _Asked(msgspec.Struct, frozen=True, gc=False):
     """Of a request that is passed through."""
     first: Decision | None
     guardrails: tuple[str, ...]
-    decided: tuple[tuple[Facts, Decision], ...]
+    decided: Made
+    packed: Packed
     rules: tuple[str, ...]
     """Names of those that the decisions were made by."""
 
@@ -373,7 +385,8 @@ class _Asked(msgspec.Struct, frozen=True, gc=False):
             None if call.raw is None else call.raw.method,
             decision,
             call.guardrails,
-            tuple(call.decided),
+            call.decided,
+            call.packed,
             call.tenant.policy.plan.names,
         )
 
@@ -390,9 +403,9 @@ class _Intent(msgspec.Struct, gc=False):
     policy: str
     method: str | UnsetType
     chosen: str | UnsetType | None
-    decision: DecisionRecord | UnsetType
+    decision: msgspec.Raw | DecisionRecord | UnsetType
     guardrails: tuple[str, ...] | UnsetType
-    later: list[DecisionRecord] | UnsetType
+    later: list[msgspec.Raw] | UnsetType
     facts: msgspec.Raw | UnsetType
 
 
@@ -436,8 +449,12 @@ def _outcome(asked: _Asked, outcome: Outcome) -> _Outcome:
 
 
 def _packed(asked: _Asked) -> tuple[Any, ...]:
-    """The members of `_Intent`: every decision, and what each was made from. Made by the thread that writes."""
-    first, decided, rules = asked.first, asked.decided, asked.rules
+    """The members of `_Intent`: every decision, and what each was made from."""
+    first, packed = asked.first, pack_made(asked.decided, asked.packed, asked.rules)
+    decision: msgspec.Raw | DecisionRecord | UnsetType = UNSET
+    if first is not None:
+        known = bool(packed) and first is asked.decided[0][1]
+        decision = packed[0][1] if known else pack_decision(first, asked.rules)
     return (
         asked.path,
         asked.model,
@@ -448,8 +465,8 @@ def _packed(asked: _Asked) -> tuple[Any, ...]:
         asked.policy,
         UNSET if asked.method is None else asked.method,
         UNSET if first is None else first.chosen,
-        UNSET if first is None else pack_decision(first, rules),
+        decision,
         asked.guardrails or UNSET,
-        [pack_decision(decision, rules) for _, decision in decided[1:]] or UNSET,
-        pack_all([facts for facts, _ in decided]) if decided else UNSET,
+        [record for _, record in packed[1:]] or UNSET,
+        pack_all([facts for facts, _ in packed]) if packed else UNSET,
     )

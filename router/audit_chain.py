@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,22 +45,28 @@ _LOCK_PATIENCE = 5.0
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the second
 
 
-Body = dict[str, Any] | msgspec.Struct
+Body = dict[str, Any] | msgspec.Struct | msgspec.Raw
 """Members of a record besides those that every record has; none has a name of theirs."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct):
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
     kind: Literal["intent", "chunk", "outcome", "control"]
     body: Body | Callable[[], Body]
-    """A function is called when the record is written, by the thread that writes it."""
+    """A function is called by `ripen`, or when the record is written."""
     id: str = ""
     content: dict[str, bytes] = {}
     keep: Content = "none"
     subject: str | None = None
     """The person whom the content is about, as the caller names them. Never written as it stands."""
     at: float = msgspec.field(default_factory=time.time)
+
+    def ripen(self) -> None:
+        """Have the body ready as JSON. One that cannot be made is left as it is, for `Chain.write` to say so."""
+        if callable(self.body):
+            with suppress(TypeError, ValueError, msgspec.MsgspecError):
+                self.body = msgspec.Raw(msgspec.json.encode(self.body()))
 
 
 @dataclass(slots=True)

@@ -63,6 +63,8 @@ class Call:
     decided: list[tuple[Facts, Decision]] = field(default_factory=list)
     """All that was decided for this request, in order: for the group asked for, its fallback groups, a relay's halves.
     A copy made by `replace` shares it."""
+    packed: list[tuple[msgspec.Raw, msgspec.Raw]] = field(default_factory=list)
+    """The same as JSON, as far as it was asked for: see `facts_record.pack_made`. Shared in the same way."""
     guardrails: tuple[str, ...] = ()
     """Names of those that apply."""
     places: list[Place] = field(default_factory=list)

@@ -14,7 +14,7 @@ from policies.facts import Decision, Estimate, Facts
 from policies.rules import REASONS
 from router.call import Call, Reply
 from router.errors import RouterError, TransportError
-from router.facts_record import DecisionRecord, Said, pack_decision
+from router.facts_record import DecisionRecord, Made, Packed, Said, pack_decision, pack_made
 from router.limits import Grant
 from router.telemetry import Event, Outcome
 
@@ -92,13 +92,14 @@ class Course:
                 self.estimate, self.queue = facts.estimate, facts.in_flight
                 return
 
-    def past(self, event: Event) -> Callable[[], Past] | None:
+    def past(self, event: Event) -> Callable[[], Kept] | None:
         """What to keep of it, to be made later; None where nothing was decided."""
         call = self.call
         if not call.decided:
             return None
         asked = (call.id, call.model, call.tenant.digest)
-        return partial(_past_of, asked, call.decided, call.tenant.policy.plan.names, event, self.tries, self.spare)
+        rules = call.tenant.policy.plan.names
+        return partial(_kept_of, asked, call.decided, call.packed, rules, event, self.tries, self.spare)
 
     def event(self, outcome: Outcome, error: RouterError | None, cost: float | None, limit: str | None) -> Event:
         """The one log event of this call."""
@@ -165,15 +166,28 @@ class Past(msgspec.Struct, gc=False):
         return shown
 
 
-def _past_of(
+class Kept(msgspec.Struct, gc=False):
+    """A `Past` whose decisions are JSON already."""
+
+    id: str
+    model: str
+    policy: str
+    decided: Packed
+    happened: Event | None
+    tries: list[Try]
+    spare: str | None
+
+
+def _kept_of(
     asked: tuple[str, str, str],
-    decided: Sequence[tuple[Facts, Decision]],
+    decided: Made,
+    packed: Packed,
     rules: Sequence[str],
     event: Event,
     tries: list[Try],
     spare: str | None,
-) -> Past:
-    return Past(*asked, [(facts, pack_decision(decision, rules)) for facts, decision in decided], event, tries, spare)
+) -> Kept:
+    return Kept(*asked, pack_made(decided, packed, rules), event, tries, spare)
 
 
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
@@ -242,9 +256,9 @@ class Decisions:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._kept: dict[str, tuple[str, bytes, tuple[str, ...]]] = {}
-        self._young: list[tuple[str, Callable[[], Past], tuple[str, ...]]] = []
+        self._young: list[tuple[str, Callable[[], Past | Kept], tuple[str, ...]]] = []
 
-    def keep(self, tenant: str, made: Callable[[], Past], rules: tuple[str, ...]) -> None:
+    def keep(self, tenant: str, made: Callable[[], Past | Kept], rules: tuple[str, ...]) -> None:
         """Remember a decision that was made by these rules. `made`, called later, must hold on to nothing large."""
         self._young.append((tenant, made, rules))
         if len(self._young) >= _YOUNG:

@@ -5,7 +5,7 @@ They hold no content: numbers, names from the configuration, and labels that pol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -23,9 +23,14 @@ class NotReplayable(Exception):
 _facts = msgspec.json.Encoder(order="deterministic")
 
 
-def pack_all(found: Sequence[Facts]) -> msgspec.Raw:
-    """Facts of one request's decisions, in their order, as JSON: what has its default is left out."""
-    return msgspec.Raw(_facts.encode({"v": VERSION, "of": found}))
+def pack(facts: Facts) -> msgspec.Raw:
+    """As JSON: what has its default is left out."""
+    return msgspec.Raw(_facts.encode(facts))
+
+
+def pack_all(found: Iterable[msgspec.Raw]) -> msgspec.Raw:
+    """Packed facts of one request's decisions, in their order, as a record holds them."""
+    return msgspec.Raw(b'{"of":[%b],"v":%d}' % (b",".join(found), VERSION))
 
 
 def unpack_all(record: object) -> list[Facts]:
@@ -80,3 +85,17 @@ def pack_decision(decision: Decision, rules: Sequence[str]) -> DecisionRecord:
     return DecisionRecord(
         decision.model, decision.ranked, decision.reason, judged, decision.budget_missed, decision.use_cases
     )
+
+
+Made = list[tuple[Facts, Decision]]
+"""Decisions of one request, in order, each with what it was made from."""
+Packed = list[tuple[msgspec.Raw, msgspec.Raw]]
+"""The same as JSON: `Facts` and `DecisionRecord`."""
+
+
+def pack_made(made: Made, packed: Packed, rules: Sequence[str]) -> Packed:
+    """`packed`, once it has all of `made`: whoever keeps a request's decisions shares what was packed before."""
+    for facts, decision in made[len(packed) :]:
+        record = msgspec.json.encode(pack_decision(decision, rules))
+        packed.append((pack(facts), msgspec.Raw(record)))
+    return packed
