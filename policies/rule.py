@@ -24,6 +24,8 @@ class Rule(NamedTuple):
     unwritten: Callable[[Terms], bool] | None = None
     """The policy says nothing that the rule looks at: known once, when the policy is read."""
     idle: Callable[[Terms, Facts], bool] | None = None
-    """The request gives it nothing to look at."""
+    """The request gives it nothing to look at. Of the facts it reads only those that `policies.rules.plain` reads."""
     cache_only: bool = False
     """`ok` for every text-lane deployment."""
+    unwell_only: bool = False
+    """`ok` for every deployment that is available, bounds no context and does not rest."""

@@ -266,16 +266,33 @@ RULES: tuple[Rule, ...] = (
         cache_only=True,
     ),
     Rule("pair_proven", pair_proven, cache_only=True),
-    Rule("available", available),
-    Rule("context", context),
+    Rule("available", available, unwell_only=True),
+    Rule("context", context, unwell_only=True),
     Rule("needs", needs, idle=lambda terms, facts: facts.needs == _NONE),
     Rule("scope", scope, idle=lambda terms, facts: facts.has_context is True),
-    Rule("cooldown", cooldown),
+    Rule("cooldown", cooldown, unwell_only=True),
     Rule("budget", budget, idle=lambda terms, facts: limits(terms, facts) == UNBOUND),
 )
 
 
 _COOLING, _OVER, _UNKNOWN = (Verdict(True, code) for code in ("cooling_down", "over_budget", "estimate_unknown"))
+
+
+Asked = list[tuple[int, Rule, Judge]]
+"""Rules to ask, with their places among all."""
+
+
+class Course(NamedTuple):
+    """The rules that a request must be asked about, for each kind of deployment."""
+
+    every: Asked
+    on_text: Asked
+    on_well_text: Asked
+
+    @classmethod
+    def of(cls, asked: Asked) -> Course:
+        on_text = [entry for entry in asked if not entry[1].cache_only]
+        return cls(asked, on_text, [entry for entry in on_text if not entry[1].unwell_only])
 
 
 class Plan(NamedTuple):
@@ -286,13 +303,31 @@ class Plan(NamedTuple):
     names: tuple[str, ...]
     """Of all rules, in the order of their verdicts."""
     asked: tuple[tuple[int, Rule], ...]
+    usual: Course
+    """For a request that is plain."""
+
+
+_PLAIN = Facts("", (), 0, 0)
+
+
+def plain(facts: Facts) -> bool:
+    """A request that asks for nothing out of the ordinary, as most are."""
+    return (
+        facts.hint == "auto"
+        and facts.needs == _NONE
+        and facts.has_context is True
+        and facts.pinned is None
+        and facts.stopped == _NONE
+        and facts.budget_hint_ms is None
+    )
 
 
 def plan(terms: Terms, rules: tuple[Rule, ...] = RULES) -> Plan:
     """How to judge under a policy: by `rules`, then by its own."""
     every = (*rules, *terms.own)
-    asked = [(place, rule) for place, rule in enumerate(every) if rule.unwritten is None or not rule.unwritten(terms)]
-    return Plan((OK,) * len(every), tuple([rule.name for rule in every]), tuple(asked))
+    asked = tuple([(place, rule) for place, rule in enumerate(every) if not (rule.unwritten and rule.unwritten(terms))])
+    usual = Course.of(_active(asked, terms, _PLAIN))
+    return Plan((OK,) * len(every), tuple([rule.name for rule in every]), asked, usual)
 
 
 def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:
@@ -312,13 +347,18 @@ Answer = tuple[tuple[Verdict, ...], bool]
 
 def judge_all(terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts], how: Plan) -> list[Answer]:
     """The answer about each deployment. Never raises: a rule that fails refuses."""
-    active = _active(how, terms, facts)
-    on_text = [entry for entry in active if not entry[1].cache_only]
+    course = how.usual if plain(facts) else Course.of(_active(how.asked, terms, facts))
     answers: list[Answer] = []
     for deployment in deployments:
         found: list[Verdict] | None = None
         allowed = True
-        for place, rule, judge in on_text if deployment.transport == "text" else active:
+        if deployment.transport != "text":
+            asked = course.every
+        else:
+            # A deployment that is well: nothing stands in its way, and no request is too long for it.
+            well = deployment.available is True and deployment.context is None and deployment.cooling is False
+            asked = course.on_well_text if well else course.on_text
+        for place, rule, judge in asked:
             try:
                 verdict = judge(terms, facts, deployment)
             except Exception as error:
@@ -333,14 +373,12 @@ def judge_all(terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts]
     return answers
 
 
-def _active(how: Plan, terms: Terms, facts: Facts) -> list[tuple[int, Rule, Judge]]:
+def _active(asked: tuple[tuple[int, Rule], ...], terms: Terms, facts: Facts) -> Asked:
     """The rules that this request must be asked about, with their places."""
     try:
-        return [
-            (place, rule, rule.judge) for place, rule in how.asked if rule.idle is None or not rule.idle(terms, facts)
-        ]
+        return [(place, rule, rule.judge) for place, rule in asked if rule.idle is None or not rule.idle(terms, facts)]
     except Exception:  # every judge is asked: the one that meets the same fault refuses
-        return [(place, rule, rule.judge) for place, rule in how.asked]
+        return [(place, rule, rule.judge) for place, rule in asked]
 
 
 def limits(terms: Terms, facts: Facts) -> tuple[float, float]:

@@ -183,13 +183,14 @@ class Audit:
         keep: Content = "full" if regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
-            content = {
-                "answer": outcome.answer,
-                "hint": outcome.hint,
-                "tokens": outcome.tokens,
-                "request": None if begun else _request(call),
-            }
-            texts = {name: text for name, text in content.items() if text is not None}
+            if outcome.answer is not None:
+                texts["answer"] = outcome.answer
+            if outcome.hint is not None:
+                texts["hint"] = outcome.hint
+            if outcome.tokens is not None:
+                texts["tokens"] = outcome.tokens
+            if not begun:
+                texts["request"] = _request(call)
         entry = Entry("outcome", body, call.id, texts, keep, call.subject)
         if regulated:
             await self._durable(entry, call.tenant.name, call.tenant)
@@ -431,8 +432,12 @@ def _intent(asked: _Asked) -> _Intent:
 
 
 def _outcome(asked: _Asked, outcome: Outcome) -> _Outcome:
-    return _Outcome(
-        *_packed(asked),
+    return _Outcome(*_packed(asked), *_ended(outcome))
+
+
+def _ended(outcome: Outcome) -> tuple[Any, ...]:
+    """What `_Outcome` has besides."""
+    return (
         outcome.result,
         outcome.status,
         outcome.deployment,

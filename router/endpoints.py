@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import get_args
 
 import msgspec
@@ -49,6 +49,18 @@ NO_KEY = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
 """The one sentence of every 401; it teaches nothing about keys."""
 
 _HINTS: dict[str | None, Hint] = {None: "auto", **{hint: hint for hint in get_args(Hint)}}
+_READ = frozenset(
+    {
+        b"x-twolane-transport",
+        b"x-twolane-latency-budget-ms",
+        b"x-twolane-deployment",
+        b"x-session-id",
+        b"x-twolane-labels",
+        b"traceparent",
+        b"tracestate",
+    }
+)
+"""Headers that a call may say something with; most say nothing."""
 _STREAM = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
@@ -274,25 +286,18 @@ def made_call(
     raw: Raw | None = None,
 ) -> Call:
     """With what the headers say. Raises BadRequest naming the header."""
-    return Call(
-        id=id,
-        tenant=tenant,
-        path=path,
-        model=model,
-        fields=fields,
-        stream=stream,
-        include_usage=include_usage,
-        started=started,
-        hint=_hint(header(headers, b"x-twolane-transport")),
-        budget_ms=_budget(header(headers, b"x-twolane-latency-budget-ms")),
-        pinned=header(headers, b"x-twolane-deployment"),
-        session=header(headers, b"x-session-id"),
-        subject=None if tenant.audit.subject is None else read_subject(tenant.audit.subject, fields, headers),
-        told_labels=header(headers, b"x-twolane-labels"),
-        raw=raw,
-        trace=header(headers, b"traceparent"),
-        trace_state=header(headers, b"tracestate"),
-    )
+    call = Call(id, tenant, path, model, fields, stream, include_usage, started, raw=raw)
+    if not _READ.isdisjoint(headers):
+        call.hint = _hint(header(headers, b"x-twolane-transport"))
+        call.budget_ms = _budget(header(headers, b"x-twolane-latency-budget-ms"))
+        call.pinned = header(headers, b"x-twolane-deployment")
+        call.session = header(headers, b"x-session-id")
+        call.told_labels = header(headers, b"x-twolane-labels")
+        call.trace = header(headers, b"traceparent")
+        call.trace_state = header(headers, b"tracestate")
+    if tenant.audit.subject is not None:
+        call.subject = read_subject(tenant.audit.subject, fields, headers)
+    return call
 
 
 def read_subject(where: str, fields: dict[str, msgspec.Raw], headers: Mapping[bytes, bytes]) -> str | None:
@@ -335,13 +340,13 @@ _LINES = (
 def answer_lines(course: Course, reply: Reply) -> bytes:
     """Headers: ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
     id = course.call.id.encode()
-    deployment = as_value(course.deployment or "")
+    deployment = _as_value(course.deployment or "")
     spent = time.perf_counter() - course.call.started
     lines = _LINES % (
         id,
-        as_value(course.transport or ""),
+        _as_value(course.transport or ""),
         deployment,
-        as_value(course.decision.reason if course.decision else ""),
+        _as_value(course.decision.reason if course.decision else ""),
         course.fingerprint.encode(),
         id,
         deployment,
@@ -354,4 +359,14 @@ def answer_lines(course: Course, reply: Reply) -> bytes:
         # A stream's cost is known after its headers have left; it is in the decision, the metrics and the record.
         lines += b"x-litellm-response-cost: %.10g\r\n" % course.cost
     # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
-    return head_lines([(b"content-type", reply.content_type.encode("latin-1")), *encoded(reply.headers)]) + lines
+    theirs = head_lines(encoded(reply.headers)) if reply.headers else b""
+    return b"%b%b%b" % (_typed(reply.content_type), theirs, lines)
+
+
+_as_value = lru_cache(maxsize=1024)(as_value)
+"""For words that the configuration bounds."""
+
+
+@lru_cache(maxsize=64)
+def _typed(content_type: str) -> bytes:
+    return head_lines([(b"content-type", content_type.encode("latin-1"))])

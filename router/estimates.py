@@ -235,8 +235,13 @@ class Estimates:
         model = self._models.get(deployment_id)
         if model is None:
             return None
-        ttft = model.ttft.mean(_ttft_vector(prompt_tokens, cached_tokens, queue))
-        total = ttft + model.rest.mean(_rest_vector(output_tokens, queue))
+        # The means of both laws, written out: this is asked for every deployment of every request.
+        uncached = (prompt_tokens - cached_tokens) / _PROMPT if prompt_tokens > cached_tokens else 0.0
+        output = output_tokens / _OUTPUT
+        a, b, c = model.ttft.weights
+        d, e, f = model.rest.weights
+        ttft = a + b * uncached + c * queue + _FLOOR_MS
+        total = ttft + (d + e * output + f * (output * queue) + _FLOOR_MS)
         ttft50, ttft90 = model.ttft_ratio.quantiles()
         total50, total90 = model.total.quantiles()
         t50, t90 = ttft * ttft50, ttft * ttft90

@@ -40,6 +40,8 @@ _WHERE = {
     "/responses": "responses",
 }
 """What a door asks of a deployment; all others are passed through."""
+_TELLING = frozenset({"tools", "functions", "logprobs", "top_logprobs", "logit_bias", "response_format", "audio", "n"})
+"""Fields that tell of a feature besides the messages."""
 _MESSAGES = ("messages", "prompt", "input")
 _READ = (*_MESSAGES, "tools", "instructions")
 _READ_RAW = (*_READ, "system")
@@ -54,6 +56,19 @@ def needs(call: Call) -> frozenset[str]:
     door = _WHERE.get(call.path, "passthrough")
     if door:
         found.add(door)
+    if not _TELLING.isdisjoint(fields):
+        found |= _told(fields)
+    for name in _MESSAGES:
+        raw = fields.get(name)
+        if raw is not None and _may_mark(bytes(raw)):
+            # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
+            found.update([_PARTS[mark] for mark in _mark.findall(raw)])
+    return frozenset(found)
+
+
+def _told(fields: dict[str, msgspec.Raw]) -> set[str]:
+    """Features that fields other than the messages tell of."""
+    found = set()
     if _set(fields, "tools") or _set(fields, "functions"):
         found.add("tools")
     if _set(fields, "logprobs") or _set(fields, "top_logprobs"):
@@ -66,12 +81,12 @@ def needs(call: Call) -> frozenset[str]:
         found.add("audio")
     if "n" in fields and bytes(fields["n"]) not in (b"1", b"null"):
         found.add("n")
-    for name in _MESSAGES:
-        raw = fields.get(name)
-        if raw is not None:
-            # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
-            found.update([_PARTS[mark] for mark in _mark.findall(raw)])
-    return frozenset(found)
+    return found
+
+
+def _may_mark(messages: bytes) -> bool:
+    """False where `_mark` finds nothing: looking for bytes alone costs a fraction."""
+    return b'"tool"' in messages or b"image" in messages or b'"input_' in messages or b'"file"' in messages
 
 
 def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:
@@ -95,9 +110,10 @@ def output_limit(call: Call) -> int | None:
     Of several the largest holds, for an upstream may read any. One below zero is no bound: some take it for none.
     """
     most: int | None = None
+    fields = call.fields
     for name in _OUTPUT:
-        if given(call.fields, name):
-            limit = read_whole(call.fields, name)
+        if name in fields and given(fields, name):
+            limit = read_whole(fields, name)
             if limit is not None and limit >= 0 and (most is None or limit > most):
                 most = min(limit, MOST)
     return most

@@ -40,6 +40,8 @@ class _Entry:
     weight: float
     order: int
     tariff: Tariff
+    free: bool
+    """It costs nothing, whatever is asked of it."""
     plain: bool
     """No worker and no relay stands behind it: nothing about it has to be looked up."""
 
@@ -55,6 +57,7 @@ class _Entry:
             deployment.weight,
             deployment.order,
             tariff,
+            tariff == Tariff(),
             deployment.kind in ("http", "litellm"),
         )
 
@@ -208,9 +211,8 @@ class Gatherer:
     def _estimate(self, entry: _Entry, prompt: int, limit: int | None, queue: int) -> Estimate | None:
         id, tariff = entry.id, entry.tariff
         output = expected_output(self._estimates.usual_output(id), limit)
-        estimate = self._estimates.predict(
-            id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=tariff.expected(prompt, output)
-        )
+        cost = 0.0 if entry.free else tariff.expected(prompt, output)
+        estimate = self._estimates.predict(id, prompt_tokens=prompt, output_tokens=output, queue=queue, cost=cost)
         if estimate is None or not tariff.device_usd_s:
             return estimate
         # Waiting for others costs nothing: the device's time is what the answer would take alone.
@@ -236,7 +238,7 @@ class Gatherer:
 def expected_output(usual: int | None, limit: int | None) -> int:
     """Tokens an answer is likely to have, within what the caller allows."""
     expected = USUAL_OUTPUT if usual is None else usual
-    return expected if limit is None else min(expected, limit)
+    return expected if limit is None or limit > expected else limit
 
 
 def on_worker(deployment: Deployment) -> tuple[Role, str] | None:

@@ -148,7 +148,8 @@ class Metrics:
 
     def in_flight(self, deployment: str) -> int:
         """Requests a deployment runs now."""
-        return self._of(deployment).in_flight
+        found = self._series.get(deployment)
+        return (self._series[OTHER] if found is None else found).in_flight
 
     def retried(self, deployment: str) -> None:
         """The same deployment was asked again."""

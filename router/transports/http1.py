@@ -125,6 +125,10 @@ class Answer:
             raise self._error
         return b""
 
+    def rest(self) -> bytes:
+        """All that was not read, where all has come, as of most answers with their head; else nothing."""
+        return self._take() if self.whole and self._parts else b""
+
     async def some(self) -> bytes:
         """What has come, as soon as there is anything; nothing at the end. Raises OSError, TimeoutError, Malformed."""
         while not self._parts and not self.whole:

@@ -16,7 +16,7 @@ import msgspec
 
 from router.asked import tier
 from router.call import Call, Reply
-from router.errors import Unavailable
+from router.errors import TransportError, Unavailable
 from router.transports.frames import Frames
 from router.transports.http1 import KEPT_S, Address, Answer, Malformed, Server, header_lines, request_head
 from router.transports.stream import Stream
@@ -152,12 +152,15 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
         head += header_lines(call.onward)
     answer: Answer | None = None
     try:
-        async with Bound(timeout) as bound:
+        with Bound(timeout) as bound:
             answer = await pools.server(target.base).post(head, dress(call, target))
             bound.ends(answer)
             await answer.head()
-            await _refuse(answer, target, call)
-            return await (_stream(answer, target, call, timeout) if call.stream else _plain(answer, target, call))
+            if answer.status >= 300:
+                raise await _refusal(answer, target, call)
+            if call.stream:
+                return await _stream(answer, target, call, timeout)
+            return _plain(answer, target, call, answer.rest() or await _bounded(answer, _MAX_ANSWER))
     except (OSError, Malformed) as error:
         if answer is not None:
             answer.close()
@@ -179,7 +182,7 @@ class Bound:
         self._answer: Answer | None = None
         self._late = False
 
-    async def __aenter__(self) -> Bound:
+    def __enter__(self) -> Bound:
         self._task = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
         return self
@@ -195,24 +198,21 @@ class Bound:
             self._late = True
             self._task.cancel()
 
-    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._timer.cancel()
         if self._late and self._task is not None and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise TimeoutError
 
 
-async def _refuse(answer: Answer, target: Target, call: Call) -> None:
-    """Raise what an answer other than a success says."""
-    if answer.status >= 300:
-        body = await _bounded(answer, _MAX_ERROR, cut=True)
-        raise refusal(answer.status, body, answer.headers, secrets=target.secrets, path=call.path)
+async def _refusal(answer: Answer, target: Target, call: Call) -> TransportError:
+    """What an answer other than a success says."""
+    body = await _bounded(answer, _MAX_ERROR, cut=True)
+    return refusal(answer.status, body, answer.headers, secrets=target.secrets, path=call.path)
 
 
 async def _bounded(answer: Answer, limit: int, *, cut: bool = False) -> bytes:
     """The body up to `limit` bytes; past it, what there is (`cut`) or Unavailable."""
     body = await answer.some()
-    if answer.at_end and len(body) <= limit:  # most bodies come in one piece
-        return body
     parts, size = [body], len(body)
     while size <= limit and (part := await answer.some()):
         parts.append(part)
@@ -222,8 +222,7 @@ async def _bounded(answer: Answer, limit: int, *, cut: bool = False) -> bytes:
     return b"".join(parts)
 
 
-async def _plain(answer: Answer, target: Target, call: Call) -> Reply:
-    body = await _bounded(answer, _MAX_ANSWER)
+def _plain(answer: Answer, target: Target, call: Call, body: bytes) -> Reply:
     reply = Reply(answer.status, answer.headers.get("content-type", _JSON), body, headers=_kept(answer, target))
     if "service_tier" in call.fields:
         reply.usage.tier = tier(call)
