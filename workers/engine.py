@@ -27,13 +27,14 @@ import structlog
 import torch
 
 from workers.buffers import Interrupted, Rows, interruptible
+from workers.chunk import Chunk
 from workers.config import spare_places
 from workers.detok import Detokenizer
 from workers.errors import BadPrompt, DeadlineExceeded, NoNumbers, Overloaded, PairNotLoaded, WorkerError
+from workers.forwards import Forwards
 from workers.loader import Loaded
 from workers.meter import Meter
-from workers.packed import Packer
-from workers.plain import Chunk, PlainDecoder, plain_decoder
+from workers.plain import PlainDecoder
 from workers.prompt import Prompt
 from workers.protocol import Run
 from workers.response import Response
@@ -135,8 +136,8 @@ class Job:
     steps: Steps[Prefilled] | None = None
     asks: int = 0
     """Tokens that its next step computes."""
-    chunk: Chunk | None = None
-    """That step, where it may be made in one forward with others'."""
+    chunks: tuple[Chunk, ...] = ()
+    """That step, where it reads."""
     given_up: int = 0
     """Times in a row that this step was given up."""
     spent: Spent | None = None
@@ -252,7 +253,7 @@ class Engine:
         """When the loop last turned: an engine at work whose beat is old hangs."""
         self.failed: BaseException | None = None
         self._threads = threads
-        self._packer = Packer() if pack else None
+        self._forwards = Forwards(pack=pack)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._shares = Shares()
         self._waiting: Line[Job] = Line(self._shares)
@@ -261,8 +262,6 @@ class Engine:
         self._read_s = self._wrote_s = 0.0
         """Seconds that the last step of reading took, and that answers have had since."""
         self._batches: dict[int, Batch] = {}
-        self._plain: dict[int, PlainDecoder | None] = {}
-        """By model that was packed."""
         self._open: set[Job] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -345,6 +344,7 @@ class Engine:
             log.critical("engine failed", trace=traceback.format_exc())
             raise
         finally:
+            self._forwards.close()
             with self._lock:
                 left, self._open = list(self._open), set()
             for job in left:
@@ -492,21 +492,16 @@ class Engine:
             left = job.runtime.chunk if left is None else left
             jobs = self._read_beside(job, left)
             left -= sum(each.asks for each in jobs)
-            decoder = self._reads(job)
-            if decoder is not None:
-                self._read_together(jobs, decoder)
+            if job.chunks:
+                self._read_together(jobs)
             elif not self._read_on(job):
                 return
-
-    def _reads(self, job: Job) -> PlainDecoder | None:
-        """What makes the job's next step, where that may be one with others'."""
-        return None if job.chunk is None else self._plain.get(id(job.chunk.loaded.model))
 
     def _read_beside(self, job: Job, left: int) -> list[Job]:
         """The job, and those behind it on its account that can be read in one forward with it, of `left` tokens in all.
         Others' would delay its first token.
         """
-        jobs, decoder = [job], self._reads(job)
+        jobs, decoder = [job], self._forwards.joint(job.chunks)
         left -= job.asks
         for other in self._reading.of(job.account) if decoder is not None else ():
             if other is job:
@@ -514,29 +509,26 @@ class Engine:
             # What may come from the store first; a long prompt takes no memory before its turn.
             if not other.asks and not other.polls and len(other.request.prompt) <= left:
                 self._read_on(other)
-            if not 0 < other.asks <= left or self._reads(other) is not decoder:
+            if not 0 < other.asks <= left or self._forwards.joint(other.chunks) is not decoder:
                 break
             jobs.append(other)
             left -= other.asks
         return jobs
 
-    def _read_together(self, jobs: list[Job], decoder: PlainDecoder) -> None:
-        """One forward for the next step of them all, then each goes on by itself."""
-        chunks = [job.chunk for job in jobs if job.chunk is not None]
+    def _read_together(self, jobs: list[Job]) -> None:
+        """The next step of them all, then each goes on by itself."""
         began, patient = self._clock(), max(job.given_up for job in jobs) < _PATIENCE
         try:
             with interruptible(lambda: patient and self._overtaken({jobs[0].account})):
-                decoder.read(chunks)
+                self._forwards.read([chunk for job in jobs for chunk in job.chunks])
         except Interrupted:
             for job in jobs:
                 job.given_up += 1
                 self._charge(job, (self._clock() - began) / len(jobs))
             return
         took = self._clock() - began
-        tokens = sum(len(chunk.ids) for chunk in chunks)
-        for job, chunk in zip(jobs, chunks, strict=True):
-            chunk.seconds = took * len(chunk.ids) / tokens
-            self._read_on(job, chunk.seconds)
+        for job in jobs:
+            self._read_on(job, sum(chunk.seconds for chunk in job.chunks))
         self._read_s = took
 
     def _read_on(self, job: Job, before: float = 0.0) -> bool:
@@ -546,7 +538,7 @@ class Engine:
         if job.steps is None:
             raise AssertionError("a job that is read has steps")
         began = self._clock() - before
-        job.chunk = None
+        job.chunks = ()
         try:
             with interruptible(lambda: job.given_up < _PATIENCE and self._overtaken({job.account})):
                 coming = next(job.steps)
@@ -560,8 +552,8 @@ class Engine:
             return True
         self._has_read(job, self._clock() - began)
         job.given_up = job.given_up + 1 if self._gave_way else 0
-        if isinstance(coming, Chunk):
-            job.chunk, job.asks = coming, len(coming.ids)
+        if isinstance(coming, tuple):
+            job.chunks, job.asks = coming, sum(len(chunk.ids) for chunk in coming)
         else:
             job.asks = coming or 0
         job.polls = coming is None
@@ -600,10 +592,8 @@ class Engine:
     def _batch(self, model: Loaded, response: Response | None, *, pack: bool) -> Batch:
         key = id(model.model) if response is None else id(response)
         if key not in self._batches:
-            if self._packer is not None and pack:
-                self._packer.pack(model.model)
-                self._plain[id(model.model)] = plain_decoder(model)
-            self._batches[key] = Batch(model, response, self._plain.get(id(model.model)))
+            plain = self._forwards.hold(model) if pack else None
+            self._batches[key] = Batch(model, response, plain)
         return self._batches[key]
 
     def _decode(self, batch: Batch) -> None:

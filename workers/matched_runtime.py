@@ -75,14 +75,8 @@ class MatchedPair(Paired):
         spent, ids, heard = Spent(gates_open=self.fuser.change().gates_open), prompt.ids, self._heard(prompt)
         shared = self._shared(prompt)
         target = self._receiver.sequence(len(ids))
-        began = spent.compute_s
-        read, known = yield from self._hear(self._sources[0], heard.ids, keep, spent)
-        spent.sharer_s = spent.compute_s - began
-        reused = sum(place < known for place in heard.places)
-        own = None
-        if self.fuser.needs_own:
-            own, known = yield from self._read_alone(self._own, ids[:shared], keep, spent)
-            reused = min(reused, known)
+        [read], own, [known, *others] = yield from self._read_all(heard.ids, ids[:shared], keep, spent)
+        reused = min([sum(place < known for place in heard.places), *others])
         target.put(self._projected(read, own, heard, spent))
         yield None
         spent.reused = reused

@@ -22,12 +22,24 @@ from workers import pairs
 from workers.align import Aligned, Aligner
 from workers.buffers import Sequence
 from workers.cache import KVCache
+from workers.chunk import Chunk
 from workers.errors import BadPrompt
 from workers.fusers.c2c import Official
 from workers.keys import Space
 from workers.loader import Loaded
 from workers.prompt import Message, Prompt, plain_messages, refuse_control_tokens
-from workers.runtime import Changed, Keep, Prefilled, Source, Spent, Steps, changes, pair_digests
+from workers.runtime import (
+    Changed,
+    Keep,
+    Prefilled,
+    Reading,
+    Source,
+    Spent,
+    Steps,
+    abreast,
+    changes,
+    pair_digests,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +127,15 @@ class AlignedPair:
         source = _room(self.sharer, theirs.ends[fused[-1]] if fused else 0)
         changed: list[tuple[int, torch.Tensor]] = []
         for part in range(last):
-            yield from self._read(self.decoder, target, ours, ours.ends[part], spent)
-            if fused and part <= fused[-1]:
-                began = spent.compute_s
-                if silent:
-                    source.seen = theirs.ends[part]
-                else:
-                    yield from self._read(self.sharer, source, theirs, theirs.ends[part], spent)
-                spent.sharer_s += spent.compute_s - began
+            own, heard = Spent(), Spent()
+            readings = [self._read(self.decoder, target, ours, ours.ends[part], own)]
+            if silent:
+                source.seen = theirs.ends[part] if fused and part <= fused[-1] else source.seen
+            elif fused and part <= fused[-1]:
+                readings.append(self._read(self.sharer, source, theirs, theirs.ends[part], heard))
+            yield from abreast(*readings)
+            spent.sharer_s += heard.compute_s
+            spent.compute_s += own.compute_s + heard.compute_s
             if part in fused:
                 changed.append(self._fuse(target, source, ours, theirs, part, spent))
                 yield None
@@ -131,24 +144,27 @@ class AlignedPair:
         spent.change = Changed.of(changed) if changed else None
         return Prefilled(target.kv(), logits, spent)
 
-    def _read(self, model: Loaded, into: Sequence, track: Track, stop: int, spent: Spent) -> Steps[torch.Tensor]:
-        """Read slots into.seen..stop-1 chunk by chunk. Returns the logits (vocabulary,) after the last one."""
+    def _read(self, model: Loaded, into: Sequence, track: Track, stop: int, spent: Spent) -> Reading[torch.Tensor]:
+        """Read slots into.seen..stop-1 chunk by chunk. Returns the logits (vocabulary,) after the last one, of the
+        receiver alone.
+        """
         logits = torch.empty(0)
         while into.seen < stop:
-            start, end = into.seen, min(stop, into.seen + self.chunk)
-            yield end - start
-            began = time.perf_counter()
-            out = model.model(
-                input_ids=torch.tensor([track.ids[start:end]], device=model.device),
-                position_ids=torch.tensor([track.positions[start:end]], device=model.device),
-                attention_mask=_mask(track.blank[:end], model.device),
-                cache=into,
-                use_cache=True,
-                logits_to_keep=1,
+            # Both models' chunks, read abreast, delay others by one chunk in all.
+            start, end = into.seen, min(stop, into.seen + max(1, self.chunk // 2))
+            chunk = Chunk(
+                model,
+                into,
+                track.ids[start:end],
+                answers=model is self.decoder,
+                positions=track.positions[start:end],
+                mask=_mask(track.blank[:end], model.device),
             )
-            into.advance(end - start)
-            logits = out.logits[0, -1]
-            spent.compute_s += time.perf_counter() - began
+            yield (chunk,)
+            if not chunk.done:
+                chunk.compute()
+            logits = logits if chunk.logits is None else chunk.logits
+            spent.compute_s += chunk.seconds
         return logits
 
     def _fuse(

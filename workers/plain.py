@@ -9,34 +9,18 @@ by computing the same logits and KV as the model's own forward for some tokens; 
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from workers.buffers import Rows, Sequence
+from workers.chunk import Chunk
 from workers.loader import Loaded
 from workers.packed_layers import PackedAttention, PackedGate, signed
 
 _PLAIN_MODELS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Of transformers: those whose layers add attention and a gated MLP, each behind a norm, to what goes through them."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A stretch of one prompt that is read next. Whoever reads it in the reader's place says so by `done`."""
-
-    loaded: Loaded
-    into: Sequence
-    ids: tuple[int, ...]
-    answers: bool
-    """The logits behind it are wanted."""
-    done: bool = False
-    logits: torch.Tensor | None = None
-    """(vocabulary,)"""
-    seconds: float = 0.0
-    """Its share of the forward."""
 
 
 class _Attending(Protocol):
@@ -182,7 +166,7 @@ def _computes_alike(found: PlainDecoder, loaded: Loaded) -> bool:
         rows.advance()
         mine, kept = rows.kv(0, 0, len(tokens)), theirs.kv()
         pairs += zip((*mine.keys, *mine.values), (*kept.keys, *kept.values), strict=True)
-    return all(a is not None and _alike(a, b) for a, b in pairs)
+    return all(a is not None and b is not None and _alike(a, b) for a, b in pairs)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -190,12 +174,8 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(b.isfinite().all()) and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
-def _own_forward(loaded: Loaded, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:
+def _own_forward(loaded: Loaded, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor | None:
     """The model's own way: logits (vocabulary,) behind the ids."""
-    inputs = {
-        "input_ids": torch.tensor([ids], device=loaded.device),
-        "position_ids": torch.arange(into.seen, into.seen + len(ids), device=loaded.device)[None],
-    }
-    logits: torch.Tensor = loaded.model(**inputs, cache=into, use_cache=True, logits_to_keep=1).logits[0, -1]
-    into.advance(len(ids))
-    return logits
+    chunk = Chunk(loaded, into, ids, answers=True)
+    chunk.compute()
+    return chunk.logits

@@ -22,7 +22,7 @@ from workers.fusers.base import Fuser
 from workers.fusers.several import JointFuser
 from workers.loader import Loaded
 from workers.prompt import Prompt
-from workers.runtime import Changed, Keep, Paired, Prefilled, Reader, Source, Spent, Steps, changes
+from workers.runtime import Changed, Keep, Paired, Prefilled, Reader, Reading, Source, Spent, Steps, abreast, changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,35 +109,31 @@ class Responding(Paired):
         spent, ids, shared = Spent(), prompt.ids, self._shared(prompt)
         fuser = self.fuser.change()
         spent.gates_open, spent.gates = fuser.gates_open, fuser.gates
-        streams: list[Sequence | None] = []
-        reused = []
-        for voice in self._sources:
-            if voice.reader is None:  # behind the first, with all gates closed
-                streams.append(None)
-                continue
-            stream, known = yield from self._stream(voice.reader, ids, shared, keep, spent)
-            streams.append(stream)
-            reused.append(known)
-        spent.sharer_s = spent.compute_s
-        own, known = yield from self._stream(self._own, ids, shared, keep, spent)
-        spent.reused = min(*reused, known)
+        # A sharer behind the first may have all gates closed; it says nothing.
+        readers = [reader for reader in (*[voice.reader for voice in self._sources], self._own) if reader is not None]
+        parts = [Spent() for _ in readers]
+        streams = yield from abreast(
+            *[self._stream(reader, ids, shared, keep, part) for reader, part in zip(readers, parts, strict=True)]
+        )
+        spent.compute_s = sum(part.compute_s for part in parts)
+        spent.sharer_s = spent.compute_s - parts[-1].compute_s
+        spent.reused = min(reused for _, reused in streams)
+        *heard, own = [stream for stream, _ in streams]
+        source, said = heard[0], iter(heard)
+        read = [KVCache([], []) if voice.reader is None else next(said).kv() for voice in self._sources]
         clock = time.perf_counter()
-        read = [KVCache([], []) if stream is None else stream.kv() for stream in streams]
         fused = self._project(read, own.kv(), 0)
         spent.change = Changed.of([(1, changes(fused, own.kv()))])
         target = self._receiver.sequence(len(ids))
         target.put(fused)
         spent.fuse_s = time.perf_counter() - clock
-        source = streams[0]
-        if source is None:
-            raise AssertionError("no gate is open")
         logits = yield from self._rest(target, own, source, ids, spent)
         spent.computed_tokens = len(ids) - spent.reused
         return Prefilled(target.kv(), logits, spent, Beside(self._response, own.kv(), source.kv()))
 
     def _stream(
         self, reader: Reader, ids: tuple[int, ...], shared: int, keep: Keep | None, spent: Spent
-    ) -> Steps[tuple[Sequence, int]]:
+    ) -> Reading[tuple[Sequence, int]]:
         """What is shared, with room for the rest; and how much of it came from the store."""
         sequence = reader.sequence(len(ids))
         reused = yield from self._read_into(sequence, reader, ids[:shared], keep, spent)

@@ -24,12 +24,12 @@ import torch
 from workers import pairs
 from workers.buffers import Interrupted, Sequence
 from workers.cache import KVCache
+from workers.chunk import Chunk
 from workers.errors import BadPrompt, PromptTooLong
 from workers.fusers.base import Fuser, KVShape
 from workers.fusers.several import JointFuser
 from workers.keys import Scope, Space
 from workers.loader import Loaded, shallow
-from workers.plain import Chunk
 from workers.prompt import Message, Prompt, chat_prompt, text_prompt
 from workers.store import Claim, KVStore
 
@@ -43,9 +43,11 @@ Source = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 """What a sharer reads in place of its ids, as many of them; None: it says nothing, its KV is zero."""
 
 T = TypeVar("T")
-Steps = Generator[int | Chunk | None, None, T]
-"""Work in chunks, with its result at the end. Yields, before it computes them, how many tokens come next, or the chunk
-itself where others may read it; None where it only lets others go on."""
+Reading = Generator[tuple[Chunk, ...] | None, None, T]
+"""Work in chunks, with its result at the end. Yields, before it reads them, the chunks that come next, which do not
+need each other: others may read them. None where it only lets others go on."""
+Steps = Generator[int | tuple[Chunk, ...] | None, None, T]
+"""The same, of which steps may be no chunks of a prompt: then it yields how many tokens come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,27 @@ class OneTokenizer:
         return Prompt(tuple(i % (self.decoder.vocab - 1) for i in range(1, tokens + 1)), tokens // 2)
 
 
+def abreast(*readings: Reading[T]) -> Reading[list[T]]:
+    """Readings that do not need each other, at once: what they read next is yielded together."""
+    results: dict[int, T] = {}
+    try:
+        while len(results) < len(readings):
+            coming: list[Chunk] = []
+            for index, reading in enumerate(readings):
+                if index in results:
+                    continue
+                try:
+                    coming += next(reading) or ()
+                except StopIteration as end:
+                    results[index] = end.value
+            if coming or len(results) < len(readings):
+                yield tuple(coming) or None
+    finally:
+        for reading in readings:
+            reading.close()
+    return [results[index] for index in range(len(readings))]
+
+
 class Reader:
     """Reads tokens with one model, from where stored KV ends."""
 
@@ -179,7 +202,7 @@ class Reader:
 
     def recall(
         self, into: Sequence, ids: tuple[int, ...], keep: Keep | None, limit: int, *, tail: bool = False
-    ) -> Steps[Claim | None]:
+    ) -> Reading[Claim | None]:
         """Put the longest stored prefix of at most `limit` tokens into the sequence; `into.seen` is its length.
 
         Where another worker is computing what is missing, wait for it within a bound. What is returned goes to
@@ -231,7 +254,7 @@ class Reader:
                 whole = len(kv) if tail else len(kv) - len(kv) % self.store.block_tokens
                 keep.written.append(artefact(self.role, last, whole))
 
-    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
+    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Reading[torch.Tensor]:
         """Read ids[into.seen:] chunk by chunk. Returns the logits (vocabulary,) after the last one where it `answers`.
 
         The chunks end at multiples of the chunk size, wherever reading begins: a partial hit then computes the same
@@ -242,31 +265,13 @@ class Reader:
             end = min(len(ids), (into.seen // self.chunk + 1) * self.chunk)
             into.gives_way = True
             chunk = Chunk(self.loaded, into, ids[into.seen : end], answers=self.answers)
-            yield chunk
+            yield (chunk,)
             if not chunk.done:
-                began = time.perf_counter()
                 with suppress(Interrupted):
-                    chunk.logits = self._forward(into, chunk.ids)
-                    chunk.seconds = time.perf_counter() - began
+                    chunk.compute()
             into.gives_way = False
             logits = logits if chunk.logits is None else chunk.logits
             spent.compute_s += chunk.seconds
-        return logits
-
-    def _forward(self, into: Sequence, ids: tuple[int, ...]) -> torch.Tensor:
-        device, model = self.loaded.device, self.loaded.model
-        inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([ids], device=device),
-            "position_ids": torch.arange(into.seen, into.seen + len(ids), device=device)[None],
-            "cache": into,
-            "use_cache": True,
-        }
-        if not self.answers:
-            model.get_decoder()(**inputs)
-            into.advance(len(ids))
-            return torch.empty(0)
-        logits: torch.Tensor = model(**inputs, logits_to_keep=1).logits[0, -1]
-        into.advance(len(ids))
         return logits
 
 
@@ -277,7 +282,7 @@ class Instead(Reader):
         super().__init__(reader.loaded, None, reader.chunk, reader.role, answers=reader.answers)
         self._source = source
 
-    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Steps[torch.Tensor]:
+    def read(self, into: Sequence, ids: tuple[int, ...], spent: Spent) -> Reading[torch.Tensor]:
         """What the source makes of all ids; KV that nothing was read for is zero."""
         instead = self._source(ids)
         if instead is None:
@@ -385,12 +390,14 @@ class Paired(OneTokenizer):
         )
         self.digests = pair_digests(sharer, receiver, fuser, others)
         fusers = fuser.fusers if isinstance(fuser, JointFuser) else (fuser,)
+        # What is read abreast delays others by one chunk at most in all.
+        share = max(1, chunk // (len(fusers) + fuser.needs_own))
         self._sources = tuple(
-            Voice(model.shape, sharer_reader(model, each, store, chunk))
+            Voice(model.shape, sharer_reader(model, each, store, share))
             for model, each in zip((sharer, *others), fusers, strict=True)
         )
         self._receiver = Reader(receiver, store, chunk, "own")
-        self._own = Reader(receiver, store, chunk, "own", answers=False)
+        self._own = Reader(receiver, store, share, "own", answers=False)
         self._fused = Reader(receiver, store, chunk, "fused")
         self._fused.space = Space("fused", {"pair": self.fingerprint, "template": receiver.digests.template})
         read = [source.reader.space for source in self._sources if source.reader is not None]
@@ -425,7 +432,7 @@ class Paired(OneTokenizer):
             Voice(voice.shape, voice.reader and Instead(voice.reader, source)) for voice in self._sources
         )
         twin._receiver = Reader(self.decoder, None, self.chunk, "own")
-        twin._own = Reader(self.decoder, None, self.chunk, "own", answers=False)
+        twin._own = Reader(self.decoder, None, self._own.chunk, "own", answers=False)
         twin._fused = Reader(self.decoder, None, self.chunk, "fused")
         twin.spaces = ()
         return twin
@@ -447,18 +454,9 @@ class Paired(OneTokenizer):
     def _fuse(self, target: Sequence, ids: tuple[int, ...], keep: Keep | None, spent: Spent) -> Steps[None]:
         """Bring target from the end of its stored prefix to len(ids), through sharer and fuser."""
         start = target.seen
-        began = spent.compute_s
-        sources, reused = [], []
-        for voice in self._sources:
-            source, known = yield from self._hear(voice, ids, keep, spent)
-            sources.append(source.slice(start, len(ids)))
-            reused.append(known)
-        spent.sharer_s = spent.compute_s - began
-        own = None
-        if self.fuser.needs_own:
-            own, known = yield from self._read_alone(self._own, ids, keep, spent)
-            own = own.slice(start, len(ids))
-            reused.append(known)
+        sources, own, reused = yield from self._read_all(ids, ids, keep, spent)
+        sources = [source.slice(start, len(ids)) for source in sources]
+        own = None if own is None else own.slice(start, len(ids))
         if not start:
             spent.reused = min(reused)
         clock = time.perf_counter()
@@ -470,12 +468,32 @@ class Paired(OneTokenizer):
         self._fused.keep(ids, target.kv(), keep if self.piecewise else None, start, tail=True)
         yield None
 
+    def _read_all(
+        self, heard: tuple[int, ...], ids: tuple[int, ...], keep: Keep | None, spent: Spent
+    ) -> Reading[tuple[list[KVCache], KVCache | None, list[int]]]:
+        """The sharers' KV of what they hear and, where the fuser needs it, the receiver's own of its ids, read abreast;
+        and how many tokens of each came from the store.
+        """
+        parts = [Spent() for _ in self._sources]
+        readings = [self._hear(voice, heard, keep, part) for voice, part in zip(self._sources, parts, strict=True)]
+        alone = Spent()
+        if self.fuser.needs_own:
+            readings.append(self._read_alone(self._own, ids, keep, alone))
+        read = yield from abreast(*readings)
+        spent.sharer_s = sum(part.compute_s for part in parts)
+        spent.compute_s += spent.sharer_s + alone.compute_s
+        reused = [known for _, known in read]
+        own = read.pop()[0] if self.fuser.needs_own else None
+        return [kv for kv, _ in read], own, reused
+
     def _project(self, sources: Listing[KVCache], own: KVCache | None, start: int) -> KVCache:
         if isinstance(self.fuser, JointFuser):
             return self.fuser.project(sources, own, start)
         return self.fuser.project(sources[0], own, start)
 
-    def _hear(self, voice: Voice, ids: tuple[int, ...], keep: Keep | None, spent: Spent) -> Steps[tuple[KVCache, int]]:
+    def _hear(
+        self, voice: Voice, ids: tuple[int, ...], keep: Keep | None, spent: Spent
+    ) -> Reading[tuple[KVCache, int]]:
         """A sharer's KV with all its layers, of which those that no open gate needs are empty."""
         if voice.reader is None:
             return voice.whole(KVCache([], []), self.decoder), len(ids)
@@ -484,14 +502,14 @@ class Paired(OneTokenizer):
 
     def _read_alone(
         self, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
-    ) -> Steps[tuple[KVCache, int]]:
+    ) -> Reading[tuple[KVCache, int]]:
         sequence = reader.sequence(len(ids))
         reused = yield from self._read_into(sequence, reader, ids, keep, spent)
         return sequence.kv(), reused
 
     def _read_into(
         self, sequence: Sequence, reader: Reader, ids: tuple[int, ...], keep: Keep | None, spent: Spent
-    ) -> Steps[int]:
+    ) -> Reading[int]:
         """Returns how many of the tokens came from the store."""
         claim = yield from reader.recall(sequence, ids, keep, len(ids), tail=True)
         try:

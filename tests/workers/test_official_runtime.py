@@ -158,7 +158,9 @@ def test_an_aligned_prompt_says_what_it_computes_next(pair: AlignedPair) -> None
     prompt = pair.chat(CHATS[2])
     assert prompt.aligned is not None
     with torch.inference_mode():
-        announced = [tokens for tokens in pair.prefill(prompt, None) if tokens is not None]
+        announced = [
+            sum(len(chunk.ids) for chunk in step) for step in pair.prefill(prompt, None) if isinstance(step, tuple)
+        ]
     messages = [i for i, part in enumerate(prompt.aligned.parts) if part.kind == "message"]
     assert sum(announced) == len(prompt) + sharer_track(prompt.aligned).ends[messages[-1]]
     assert max(announced) <= pair.chunk

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.workers.test_families import FAMILIES, made
 from workers.buffers import Interrupted, Rows, Sequence, interruptible
 from workers.cache import KVCache
+from workers.chunk import Chunk
 from workers.config import ModelConfig
 from workers.loader import Loaded, Loader
 from workers.packed import Packer
-from workers.plain import Chunk, PlainDecoder, plain_decoder
+from workers.plain import PlainDecoder, plain_decoder
 
 PLAIN = {"Llama", "Llama with scaled RoPE", "Mistral", "Qwen2", "Qwen3"}
 
