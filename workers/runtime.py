@@ -172,7 +172,8 @@ def abreast(*readings: Reading[T]) -> Reading[list[T]]:
                 if index in results:
                     continue
                 try:
-                    coming += next(reading) or ()
+                    read_next: tuple[Chunk, ...] | None = next(reading)
+                    coming += read_next or ()
                 except StopIteration as end:
                     results[index] = end.value
             if coming or len(results) < len(readings):

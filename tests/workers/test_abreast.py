@@ -43,7 +43,7 @@ def pair_of(sharer: Loaded, receiver: Loaded, chunk: int = 64) -> Paired:
 
 @contextlib.contextmanager
 def before_each_forward(hook: Callable[[], object], *models: Loaded) -> Iterator[None]:
-    hooks = [m.model.get_decoder().layers[0].register_forward_pre_hook(lambda _m, _in: hook()) for m in models]  # type: ignore[func-returns-value]
+    hooks = [m.model.get_decoder().layers[0].register_forward_pre_hook(lambda _m, _in: hook()) for m in models]
     try:
         yield
     finally:
@@ -55,7 +55,7 @@ def test_sharer_and_receiver_read_at_the_same_time(tiny: Loaded, other: Loaded) 
     """Each waits in its first layer for the other to be there; the answer is the one that reading in turn gives."""
     pair, ids = pair_of(other, tiny, 512), some_ids(40)
     expected = finish(pair, Prompt(ids, 0))
-    meet, met = threading.Barrier(2, timeout=10), []
+    meet, met = threading.Barrier(2, timeout=10), list[str]()
 
     def wait() -> None:
         if len(met) < 2:
