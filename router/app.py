@@ -168,7 +168,7 @@ class App:
             gatherer=gatherer,
             health=health,
             estimates=parts.estimates,
-            till=Till(parts.limits, gatherer.tariffs),
+            till=Till(parts.limits, gatherer.tariffs, settings.routing.aliases),
             metrics=parts.metrics,
             lane=parts.lane.lane(settings),
             guardrails=Guardrails(settings.guardrails, parts.pools),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -24,11 +24,17 @@ class Tariff:
     """USD per second of the device that a local model, or both models of a pair, run on."""
     flat: float = 0.0
     """USD per request: a relay's hint."""
+    by_model: Callable[[str], Price] | None = field(default=None, compare=False)
+    """Of a wildcard: prices by the model that is asked for."""
     dear: bool = field(init=False)
     """See `Price.dear`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dear", self.price.dear)
+
+    def of(self, model: str) -> Tariff:
+        """For one model; of a wildcard that model's own."""
+        return self if self.by_model is None else replace(self, price=self.by_model(model), by_model=None)
 
     def reserve(self, asked: Asked) -> float:
         """USD that an answer may cost where its price counts more than plain tokens."""
@@ -64,7 +70,10 @@ def _device_s(run: msgspec.Raw) -> float:
 
 def tariffs(settings: Settings) -> dict[str, Tariff]:
     """By deployment id."""
-    plain = {d.id: Tariff(d.price, _device_usd_s(settings, d)) for d in settings.model_list}
+    plain = {
+        d.id: Tariff(d.price, _device_usd_s(settings, d), by_model=d.price_of if d.wild else None)
+        for d in settings.model_list
+    }
     return {d.id: _relayed(settings, d, plain) if d.relay_params else plain[d.id] for d in settings.model_list}
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from policies.facts import Transport
-from router.prices import FREE, NAMES, UNITS, Name, Price, listed, written
+from router.prices import FREE, NAMES, UNITS, Name, Price, Table, written
 from router.wildcards import STAR, filled
 from workers.config import Config, Span
 
@@ -212,6 +212,8 @@ class Deployment(Config):
     model_info: ModelInfo = ModelInfo.model_construct()
     _position: int = PrivateAttr(0)
     _listed: Price | None = PrivateAttr(None)
+    _table: Table | None = PrivateAttr(None)
+    _prices: dict[str, Price] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -326,7 +328,28 @@ class Deployment(Config):
     @cached_property
     def price(self) -> Price:
         """As written here, else as LiteLLM's table has it, else nothing."""
-        params, info, listed = self.litellm_params, self.model_info, self._listed or FREE
+        return self._priced(self._listed or FREE)
+
+    @property
+    def wild(self) -> bool:
+        """Its upstream is asked for the model that the caller names."""
+        return STAR in self.upstream_model
+
+    def price_of(self, model: str) -> Price:
+        """Of a model that a wildcard was asked for, by the name that the upstream gets; else its own."""
+        params, table = self.litellm_params, self._table
+        if params is None or table is None:
+            return self.price
+        found = self._prices.get(model)
+        if found is None:
+            if len(self._prices) >= _MOST_PRICES:
+                self._prices.clear()
+            names = self._names(filled(params.model, self.model_name, model))
+            found = self._prices[model] = self._priced(table.price(names) or FREE)
+        return found
+
+    def _priced(self, listed: Price) -> Price:
+        params, info = self.litellm_params, self.model_info
         said = {
             name: usd for name in NAMES if (usd := _first(getattr(params, name, None), getattr(info, name))) is not None
         }
@@ -341,11 +364,12 @@ class Deployment(Config):
     def priced_as(self) -> tuple[Name, ...]:
         """What LiteLLM's table may call this model, the best first; empty where nothing is to be looked up."""
         params = self.litellm_params
-        if params is None or STAR in self.upstream_model:
-            return ()
-        bare = params.model.removeprefix(f"{self.provider}/")
+        return () if params is None or self.wild else self._names(params.model)
+
+    def _names(self, model: str) -> tuple[Name, ...]:
+        bare = model.removeprefix(f"{self.provider}/")
         base = ((self.model_info.base_model, None),) if self.model_info.base_model else ()
-        return (*base, (f"{self.provider}/{bare}", None), (params.model, None), (bare, self.provider or None))
+        return (*base, (f"{self.provider}/{bare}", None), (model, None), (bare, self.provider or None))
 
     def _speaks_openai(self) -> bool:
         params = self.litellm_params
@@ -356,6 +380,8 @@ class Deployment(Config):
         return self.provider in OPENAI_LIKE and self.api_base is not None
 
 
+_MOST_PRICES = 1000
+"""Of one wildcard that are remembered; any name may be asked for."""
 _OPENAI_NAMES = ("gpt-", "o1", "o3", "o4", "chatgpt-", "text-embedding-", "ft:gpt-")
 
 
@@ -365,13 +391,12 @@ def _first(*values: float | None) -> float | None:
 
 def price(deployments: Sequence[Deployment], path: Path) -> None:
     """Give each its price of the table in `path`. Raises OSError and ValueError."""
-    found = listed(path, {name for d in deployments for name in d.priced_as})
+    table = Table(path)
     for deployment in deployments:
-        prices = [found[name] for name in deployment.priced_as if name in found]
-        pictures = next((price.pictures for price in prices if price.pictures), ())
-        # A name may be listed by sizes alone, while the next has the prices of tokens.
-        plain = next((price for price in prices if replace(price, pictures=()) != FREE), FREE)
-        deployment._listed = replace(plain, pictures=pictures) if prices else None
+        if deployment.wild:
+            deployment._table = table
+        elif deployment.priced_as:
+            deployment._listed = table.price(deployment.priced_as)
 
 
 def without_secrets(value: Any) -> Any:

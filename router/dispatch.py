@@ -310,7 +310,7 @@ class Dispatcher:
         finally:
             course.upstream_s += time.perf_counter() - asked
         if grant is not None:
-            call.places.append(Place(grant, reply, self.till.tariffs[deployment.id], asked))
+            call.places.append(Place(grant, reply, self.till.tariff(deployment.id, call.model), asked))
         course.deployment, course.transport, course.asked = deployment.id, deployment.transport, asked
         pair = self._fingerprints(course).get("pair") if course.transport == "cache" else None
         course.fingerprint = pair or deployment.digest

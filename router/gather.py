@@ -105,7 +105,7 @@ class Gatherer:
         cached = self._cached and any(d.kind == "cache" for d in deployments)
         return Facts(
             model=model,
-            deployments=tuple([self._deployment(self._entries[d.id], prompt, limit) for d in deployments]),
+            deployments=tuple([self._deployment(self._entry(d.id, call), prompt, limit) for d in deployments]),
             prompt_tokens=prompt,
             output_tokens=USUAL_OUTPUT if limit is None else limit,
             needs=needs(call),
@@ -123,6 +123,14 @@ class Gatherer:
             use_case=call.tenant.use_case,
             asked="" if call.model == model else call.model,
         )
+
+    def _entry(self, id: str, call: Call) -> _Entry:
+        """With the price of the model that is asked for, where it is a wildcard's."""
+        entry = self._entries[id]
+        if entry.tariff.by_model is None:
+            return entry
+        model = self._settings.routing.aliases.get(call.model, call.model)
+        return _Entry.of(entry.deployment, entry.tariff.of(model))
 
     def _deployment(self, entry: _Entry, prompt: int, limit: int | None) -> DeploymentFacts:
         id = entry.id

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -234,31 +234,56 @@ Name = tuple[str, str | None]
 """A model as the table names it, and the provider that its entry must be of; None takes any."""
 
 
+class Table:
+    """LiteLLM's table: some megabytes, so it is kept only where names are still to be looked up."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, and ValueError where the file is no table."""
+        self._name = path.name
+        try:
+            self._entries = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path.name} is no price table: {error}") from None
+        self._sized = [key for key in self._entries if "-x-" in key]
+
+    def prices(self, names: Iterable[Name]) -> dict[Name, Price]:
+        """Of those that it has. Raises ValueError for an entry that is none."""
+        table, wanted = self._entries, set(names)
+        try:
+            entries = {name: _entry(table[name[0]]) for name in wanted if name[0] in table}
+            drawn = {name: _entry(table[name]) for name in _composed(self._sized, wanted)}
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self._name} is no price table: {error}") from None
+        of = {name: entry for name, entry in entries.items() if name[1] in (None, entry.get("litellm_provider"))}
+        found = {name: _price(entry) for name, entry in of.items()}
+        for name in wanted:
+            pictures = _pictures(name, drawn)
+            if pictures:
+                found[name] = replace(found.get(name, FREE), pictures=pictures)
+        return found
+
+    def price(self, names: Sequence[Name]) -> Price | None:
+        """Of the first of several names for one model that it has; None for a model that it has not."""
+        found = self.prices(names)
+        prices = [found[name] for name in names if name in found]
+        pictures = next((price.pictures for price in prices if price.pictures), ())
+        # A name may be listed by sizes alone, while the next has the prices of tokens.
+        plain = next((price for price in prices if replace(price, pictures=()) != FREE), FREE)
+        return replace(plain, pictures=pictures) if prices else None
+
+
 def listed(path: Path, names: Iterable[Name]) -> dict[Name, Price]:
     """Prices of those of `names` that the table has. Raises OSError, and ValueError where the file is no table."""
-    content = path.read_bytes()
-    wanted = set(names)
-    try:
-        table = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        entries = {name: _entry(table[name[0]]) for name in wanted if name[0] in table}
-        drawn = {name: _entry(table[name]) for name in _composed(table, wanted)}
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path.name} is no price table: {error}") from None
-    found = {name: _price(entry) for name, entry in entries.items() if name[1] in (None, entry.get("litellm_provider"))}
-    for name in wanted:
-        pictures = _pictures(name, drawn)
-        if pictures:
-            found[name] = replace(found.get(name, FREE), pictures=pictures)
-    return found
+    return Table(path).prices(names)
 
 
 _entry = msgspec.json.Decoder(dict[str, object]).decode
 
 
-def _composed(table: Iterable[str], wanted: Iterable[Name]) -> list[str]:
-    """Names of the table that tell a size of one of these models: `high/1024-x-1024/gpt-image-1`."""
+def _composed(sized: Iterable[str], wanted: Iterable[Name]) -> list[str]:
+    """Names with a size in them that are of one of these models: `high/1024-x-1024/gpt-image-1`."""
     ends = tuple({"/" + end for name, _ in wanted for end in (name, name.partition("/")[2]) if end})
-    return [key for key in table if "-x-" in key and key.endswith(ends)]
+    return [key for key in sized if key.endswith(ends)]
 
 
 def _pictures(name: Name, drawn: Mapping[str, Mapping[str, object]]) -> tuple[Picture, ...]:

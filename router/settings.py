@@ -408,7 +408,7 @@ def load_text(text: str, name: str = "config", *, folder: Path | None = None) ->
 def _price(settings: Settings, resolved: Source) -> None:
     """Raises ConfigError for a table that the file names and that is none."""
     path = settings.prices or table_path()
-    if path is None or not any(d.priced_as for d in settings.model_list):
+    if path is None or not any(d.priced_as or d.wild for d in settings.model_list):
         return
     try:
         price(settings.model_list, path)

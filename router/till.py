@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from policies.facts import Decision, Facts
 from router.asked import answers
@@ -22,6 +22,7 @@ class Till:
 
     limits: Limits
     tariffs: Mapping[str, Tariff]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """By deployment id."""
 
     async def admit(self, call: Call, facts: Facts, decision: Decision) -> Grant:
@@ -44,7 +45,12 @@ class Till:
 
     def cost(self, call: Call, facts: Facts, deployment: str) -> float:
         """USD to reserve for an answer of this deployment."""
-        return reserved(call, facts, deployment, self.tariffs[deployment])
+        return reserved(call, facts, deployment, self.tariff(deployment, call.model))
+
+    def tariff(self, deployment: str, model: str) -> Tariff:
+        """What a deployment charges for the model that it is asked for."""
+        tariff = self.tariffs[deployment]
+        return tariff if tariff.by_model is None else tariff.of(self.aliases.get(model, model))
 
     async def afford(self, course: Course, deployment: str) -> None:
         """Reserve what this deployment costs beyond what was reserved. Raises Unaffordable.
@@ -81,7 +87,8 @@ class Till:
         """USD for what the very deployment of a course answered; 0 without an answer, None where nobody can tell."""
         if course.reply is None or course.deployment is None:
             return 0.0
-        return self.tariffs[course.deployment].bill(course.reply, time.perf_counter() - course.asked)
+        tariff = self.tariff(course.deployment, course.spare or course.call.model)
+        return tariff.bill(course.reply, time.perf_counter() - course.asked)
 
 
 def reserved_tokens(call: Call, facts: Facts) -> int:

@@ -380,3 +380,35 @@ async def test_bounds_beyond_measure(body: dict[str, Any], tmp_path: Path) -> No
         async with door(tmp_path, one, tenants=tenants) as to:
             assert (await to.post(model="m", **body)).error["code"] == "insufficient_quota"
             assert (await to.post(model="m", key="sk-b", **body)).status == 200
+
+
+async def test_wildcards_are_priced_by_the_model_that_is_asked_for(tmp_path: Path) -> None:
+    """A name that fits a wildcard costs what the table says of it, reserved and billed, through an alias too; one that
+    the table does not have costs nothing, and what is written holds for all."""
+    table = tmp_path / "prices.json"
+    provider = {"litellm_provider": "openai"}
+    table.write_text(
+        json.dumps(
+            {"dear": {"output_cost_per_token": 0.5, **provider}, "cheap": {"output_cost_per_token": 0.1, **provider}}
+        )
+    )
+    async with upstream() as up:
+        wild = {**deployment("w", up, model="*"), "model_name": "w/*"}
+        flat = {**deployment("f", up, model="*", output_cost_per_token=0.25), "model_name": "f/*"}
+        settings = {"model_group_alias": {"best": "w/dear"}}
+        tenants = [{"name": "a", "key": KEY, "max_budget": 6.0}]
+        config = {"prices": str(table), "router_settings": settings, "tenants": tenants}
+        async with door(tmp_path, wild, flat, **config) as to:
+            usd = []
+            for name in ("w/dear", "w/cheap", "w/other", "best", "f/dear"):
+                got = await to.post(model=name, max_tokens=2)
+                usd.append(float(got.headers["x-litellm-response-cost"]))
+                told = (await to.get(f"/v1/decisions/{got.headers['x-twolane-decision']}")).json
+                assert told["happened"]["cost"] == (pytest.approx(usd[-1]) if usd[-1] else None)
+            assert usd == pytest.approx([1.0, 0.2, 0.0, 1.0, 0.5])
+            asked = up.count("dear")
+            assert (await to.post(model="w/dear", max_tokens=100)).status == 200, "such answers usually have two tokens"
+            refused = [(await to.post(model=name, max_tokens=100, n=9)).status for name in ("w/dear", "best")]
+            assert refused == [429, 429]
+            assert (await to.post(model="w/other", max_tokens=100, n=9)).status == 200
+            assert up.count("dear") == asked + 1
