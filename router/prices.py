@@ -107,6 +107,13 @@ class Price:
     """By service tier, where it is another."""
     uncounted: bool = False
     """The table prices it by what nobody counts here, and by nothing else: it is not free, but its cost is unknown."""
+    free: bool = field(init=False, repr=False, compare=False)
+    """Nothing that it names costs anything; found once, for every answer asks."""
+
+    def __post_init__(self) -> None:
+        amounts = (self.prompt, self.completion, self.cached, *dict(self.kinds + self.units).values())
+        costs = any(amounts) or any(picture.usd for picture in self.pictures) or self.uncounted
+        object.__setattr__(self, "free", not costs)
 
     def of(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
         """USD for one call. Cached tokens are among the prompt's."""
@@ -132,7 +139,7 @@ class Price:
             return self._pictures(counted["images"], *(used.image or ("", "")))
         if self.units and counted is not None and (flat := self._units(counted)) is not None:
             return flat
-        return 0.0 if self._free else None
+        return 0.0 if self.free else None
 
     def reserve(self, asked: Asked) -> float:
         """USD that an answer to this may cost: at the dearest kind of token, quality or size that is left open."""
@@ -193,11 +200,6 @@ class Price:
         names = {what: name for name, what in reversed((KINDS | UNITS).items())}
         plain = zip(TOKENS, (self.prompt, self.completion, self.cached), strict=True)
         return {**dict(plain), **{names[what]: usd for what, usd in beyond.items()}}
-
-    @property
-    def _free(self) -> bool:
-        amounts = (self.prompt, self.completion, self.cached, *dict(self.kinds + self.units).values())
-        return not (any(amounts) or any(picture.usd for picture in self.pictures) or self.uncounted)
 
     def _beyond(self, used: Usage, counted: Mapping[str, float]) -> float:
         """USD by which tokens of kinds cost more, or less, than plain ones. No token is of two kinds."""
@@ -314,7 +316,7 @@ def _price(entry: Mapping[str, object]) -> Price:
     plain = _ladder(entry, "")
     tiers = [(name, end) for name, end in TIERS.items() if any(key.endswith(end) for key in entry)]
     tiered = tuple((name, _ladder(entry, end)) for name, end in tiers)
-    odd = plain._free and any(_usd(usd) for key, usd in entry.items() if "cost" in key)
+    odd = plain.free and any(_usd(usd) for key, usd in entry.items() if "cost" in key)
     return replace(plain, tiers=tiered, uncounted=odd)
 
 

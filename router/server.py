@@ -8,6 +8,7 @@ connections, pipelining, flow control, keep-alive and shutdown are uvicorn's for
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -163,6 +164,10 @@ class HotProtocol(HttpToolsProtocol):
         self._exchange: Exchange | None = None
         """The last that came this way."""
         self._common: tuple[list[Header], bytes] = ([], b"")
+        self._rests = False
+        """Answered, and nothing was sent since."""
+        self._since = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
 
     def common_lines(self) -> bytes:
         """The headers of every answer, as lines; uvicorn makes new ones each second."""
@@ -178,7 +183,36 @@ class HotProtocol(HttpToolsProtocol):
                 exchange.gone()
             if self.cycle is exchange:  # type: ignore[comparison-overlap]
                 self.cycle = None  # type: ignore[assignment]
+        if self._alarm is not None:
+            self._alarm.cancel()
         super().connection_lost(exc)
+
+    # -- keep-alive: uvicorn sets a timer for every answer, and gives it up for every request
+
+    def data_received(self, data: bytes) -> None:
+        self._rests = False
+        super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, with one timer for as long as the connection lives."""
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self._rests, self._since = True, time.monotonic()
+        if self._alarm is None:
+            self._alarm = self.loop.call_later(self.timeout_keep_alive, self._look)
+
+    def _look(self) -> None:
+        self._alarm = None
+        if not self._rests:
+            return
+        left = self._since + self.timeout_keep_alive - time.monotonic()
+        if left > 0:
+            self._alarm = self.loop.call_later(left, self._look)
+        else:
+            self.timeout_keep_alive_handler()
 
     # -- httptools
 

@@ -140,16 +140,15 @@ class Metrics:
 
     def begin(self, deployment: str) -> None:
         """A deployment is being asked; every `begin` is followed by one `end`."""
-        self._of(deployment).in_flight += 1
+        (self._series.get(deployment) or self._series[OTHER]).in_flight += 1
 
     def end(self, deployment: str) -> None:
         """It is not any more, whatever came of it."""
-        self._of(deployment).in_flight -= 1
+        (self._series.get(deployment) or self._series[OTHER]).in_flight -= 1
 
     def in_flight(self, deployment: str) -> int:
         """Requests a deployment runs now."""
-        found = self._series.get(deployment)
-        return (self._series[OTHER] if found is None else found).in_flight
+        return (self._series.get(deployment) or self._series[OTHER]).in_flight
 
     def retried(self, deployment: str) -> None:
         """The same deployment was asked again."""
@@ -174,8 +173,7 @@ class Metrics:
             _count(self._of(event.deployment), event)
 
     def _of(self, deployment: str) -> _Series:
-        found = self._series.get(deployment)
-        return self._series[OTHER] if found is None else found
+        return self._series.get(deployment) or self._series[OTHER]
 
     def _decided(self, reason: str) -> None:
         if reason not in self._decisions and len(self._decisions) >= _MOST_REASONS:

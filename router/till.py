@@ -73,15 +73,11 @@ class Till:
 
         USD; None where nobody can tell, and then what was reserved stands.
         """
-        cost, grant = self._bill(course), course.grant
-        if grant is not None:
+        reply, grant = course.reply, course.grant
+        cost = self.part(course) if reply is None or reply.cost is None else reply.cost()
+        if grant is not None and not grant.settled:
             await self.limits.settle(grant, tokens, grant.cost if cost is None else cost)
         return cost
-
-    def _bill(self, course: Course) -> float | None:
-        if course.reply is not None and course.reply.cost is not None:
-            return course.reply.cost()
-        return self.part(course)
 
     def part(self, course: Course) -> float | None:
         """USD for what the very deployment of a course answered; 0 without an answer, None where nobody can tell."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +89,7 @@ class Answer:
     __slots__ = (
         "_close",
         "_error",
+        "_loop",
         "_parts",
         "_paused",
         "_sink",
@@ -98,13 +100,14 @@ class Answer:
         "whole",
     )
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(self, close: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         """By lower-case name; of several of one name the last."""
         self.whole = False
         """All of it has come, read or not; the connection already serves others."""
         self._close = close
+        self._loop = loop
         self._parts: list[bytes] = []
         self._size = 0
         self._error: Exception | None = None
@@ -193,7 +196,7 @@ class Answer:
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
@@ -220,7 +223,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, idle: Callable[[Connection], None], lost: Callable[[Connection], None]) -> None:
         self.since = 0.0
-        """Loop time since which it is idle."""
+        """`time.monotonic` since which it is idle."""
+        self._loop = asyncio.get_running_loop()
         self._idle = idle
         self._lost = lost
         self._parts: list[bytes] = []
@@ -238,7 +242,7 @@ class Connection(asyncio.Protocol):
 
     def post(self, request: bytes) -> Answer:
         """Send one request. The connection must be idle."""
-        self._answer = answer = Answer(self.abort)
+        self._answer = answer = Answer(self.abort, self._loop)
         self._head = 0
         self._transport.write(request)
         return answer
@@ -355,7 +359,7 @@ class Server:
 
     def _kept(self) -> Connection | None:
         """The connection that was used last, so that those in excess grow old."""
-        oldest = asyncio.get_running_loop().time() - KEPT_S
+        oldest = time.monotonic() - KEPT_S
         while self._idle:
             connection = self._idle.pop()
             if connection.since >= oldest and connection.usable:
@@ -382,16 +386,15 @@ class Server:
         return Connection(self._became_idle, self._lost)
 
     def _became_idle(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
-        connection.since = loop.time()
+        connection.since = time.monotonic()
         self._idle.append(connection)
         if self._sweep is None:
-            self._sweep = loop.call_later(KEPT_S, self._swept)
+            self._sweep = asyncio.get_running_loop().call_later(KEPT_S, self._swept)
 
     def _swept(self) -> None:
         """End what has been idle for long, and look again while anything is."""
         loop = asyncio.get_running_loop()
-        oldest = loop.time() - KEPT_S
+        oldest = time.monotonic() - KEPT_S
         old = [c for c in self._idle if c.since < oldest]
         self._idle = [c for c in self._idle if c.since >= oldest]
         for connection in old:

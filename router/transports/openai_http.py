@@ -73,6 +73,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._servers: dict[Address, Server] = {}
+        self._clocks: dict[float, Clock] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     def server(self, base: str) -> Server:
@@ -82,6 +83,13 @@ class Pools:
         if server is None:
             server = self._servers[address] = Server(address)
         return server
+
+    def clock(self, seconds: float) -> Clock:
+        """For exchanges that may take so long; as many as the configuration has timeouts."""
+        found = self._clocks.get(seconds)
+        if found is None:
+            found = self._clocks[seconds] = Clock(seconds)
+        return found
 
     def session(self, base: str) -> tuple[aiohttp.ClientSession, str]:
         """For all else: aiohttp's connections to the server of a base address, and the address to call through them."""
@@ -152,7 +160,7 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
         head += header_lines(call.onward)
     answer: Answer | None = None
     try:
-        with Bound(timeout) as bound:
+        with Bound(pools.clock(timeout)) as bound:
             answer = await pools.server(target.base).post(head, dress(call, target))
             bound.ends(answer)
             await answer.head()
@@ -172,26 +180,56 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
         raise
 
 
-class Bound:
-    """Ends an exchange that takes longer than so many seconds, with one timer: a timeout of asyncio's costs more."""
-
-    __slots__ = ("_answer", "_late", "_seconds", "_task", "_timer")
+class Clock:
+    """Ends exchanges that take longer than so many seconds: one timer for all of them, set for the oldest."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._under_way: dict[Bound, float] = {}
+        """When each must have ended; the oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, bound: Bound) -> None:
+        self._under_way[bound] = time.monotonic() + self._seconds
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+
+    def end(self, bound: Bound) -> None:
+        self._under_way.pop(bound, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        while self._under_way:
+            bound, until = next(iter(self._under_way.items()))
+            left = until - time.monotonic()
+            if left > 0:
+                self._timer = asyncio.get_running_loop().call_later(left, self._look)
+                return
+            del self._under_way[bound]
+            bound.late()
+
+
+class Bound:
+    """Holds one exchange to its time. A timeout of asyncio's for each costs far more."""
+
+    __slots__ = ("_answer", "_clock", "_late", "_task")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._answer: Answer | None = None
         self._late = False
 
     def __enter__(self) -> Bound:
         self._task = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+        self._clock.begin(self)
         return self
 
     def ends(self, answer: Answer) -> None:
         """From here on the answer fails, rather than the task that waits for a connection."""
         self._answer = answer
 
-    def _end(self) -> None:
+    def late(self) -> None:
+        """Its time is over."""
         if self._answer is not None:
             self._answer.fail(TimeoutError())
         elif self._task is not None:
@@ -199,7 +237,7 @@ class Bound:
             self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._timer.cancel()
+        self._clock.end(self)
         if self._late and self._task is not None and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise TimeoutError
 

@@ -189,9 +189,17 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def router(
-    folder: Path, config: dict[str, Any], fleet: Fleet | None = None, redis_url: str | None = None
+    folder: Path,
+    config: dict[str, Any],
+    fleet: Fleet | None = None,
+    redis_url: str | None = None,
+    *,
+    keep_alive: int = 5,
 ) -> AsyncIterator[Router]:
-    """The router of `config` on a port of its own, with tenant `a` unless tenants are written."""
+    """The router of `config` on a port of its own, with tenant `a` unless tenants are written.
+
+    `keep_alive`: seconds that a connection is kept after its last answer.
+    """
     written = {
         "audit": {"dir": str(folder / "audit")},
         "state_dir": str(folder / "state"),
@@ -214,6 +222,7 @@ async def router(
             proxy_headers=False,
             access_log=False,
             log_config=None,
+            timeout_keep_alive=keep_alive,
         )
     )
     server.config.load()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from router.transports import http1
 from router.transports.http1 import Address, Answer, Dropped, Malformed, NotReached, Server, header_lines, request_head
+from router.transports.openai_http import Bound, Clock
 
 BODY = b'{"a": 1}'
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n" + BODY
@@ -352,3 +353,21 @@ def test_no_header_smuggles_another(name: str, value: str) -> None:
     except (ValueError, UnicodeEncodeError):
         return
     assert lines.count(b"\n") == len({"x-first", name}) == lines.count(b"\r\n")
+
+
+async def test_each_exchange_has_its_own_time() -> None:
+    """One that ends in time frees only itself, and one that does not is ended when its own time is over."""
+    loop, clock = asyncio.get_running_loop(), Clock(0.2)
+    begun = loop.time()
+    first, second, third = (Answer(lambda: None, loop) for _ in range(3))
+    with contextlib.ExitStack() as under_way:
+        under_way.enter_context(Bound(clock)).ends(first)
+        with Bound(clock) as quick:
+            quick.ends(second)
+        await asyncio.sleep(0.1)
+        under_way.enter_context(Bound(clock)).ends(third)
+        for answer, least in ((first, 0.2), (third, 0.3)):
+            with pytest.raises(TimeoutError):
+                await answer.head()
+            assert loop.time() - begun > least - 0.01
+    assert second.now() == b""

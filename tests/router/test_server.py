@@ -286,3 +286,17 @@ async def test_a_fault_of_ours_is_an_answer(door: Router, monkeypatch: pytest.Mo
         assert (status, json.loads(body)["error"]["code"]) == (500, "internal_error")
         own.writer.write(post())
         assert (await own.answer())[0] == 200
+
+
+async def test_idle_connections_end_after_their_last_answer(tmp_path: Path, up: Upstream) -> None:
+    """A connection is kept for so long after its last answer, not after its first."""
+    loop = asyncio.get_running_loop()
+    config = {"model_list": [deployment("m", up)]}
+    async with router(tmp_path, config, keep_alive=1) as door, wire(door) as connection, asyncio.timeout(20):
+        for _ in range(5):
+            await asyncio.sleep(0.3)
+            asked = loop.time()
+            connection.writer.write(post())
+            assert (await connection.answer())[0] == 200
+        assert await connection.reader.read() == b""
+        assert loop.time() - asked > 0.99
