@@ -132,7 +132,7 @@ class Loader:
             model, told = auto.from_pretrained(
                 folder, dtype=DTYPES[config.dtype], attn_implementation="sdpa", output_loading_info=True
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # each model class has its own ways to break on a config that is not its own
             raise LoadFailed(f"{config.model}: cannot be loaded ({error})") from error
         if missing := sorted(told["missing_keys"]):
             # transformers would fill them with random numbers, others each time.
@@ -143,7 +143,7 @@ class Loader:
             _own(model)
         self.used += need
         text = hf.get_text_config()
-        _require_kv(model, kv_shape(text), config.model)
+        require_kv(model, kv_shape(text), config.model)
         return Loaded(
             name=config.name or config.model,
             source=config.model,
@@ -184,12 +184,13 @@ def _named(loaded: Loaded, config: ModelConfig) -> Loaded:
 
 def read_config(folder: Path, source: str, **where: Any) -> Any:
     """transformers' config of a model. Raises LoadFailed."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    if (folder / "adapter_config.json").exists():
+        raise LoadFailed(f"{source}: an adapter, which changes another model's weights; merge it into that one first")
     try:
         return AutoConfig.from_pretrained(folder, **where)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # a config class computes with what it reads before anybody has looked at it
         raise LoadFailed(f"{source}: no readable config.json ({error})") from error
 
 
@@ -218,7 +219,7 @@ def kv_shape(text_config: Any) -> KVShape:
 
 
 @torch.no_grad()
-def _require_kv(model: Any, shape: KVShape, source: str) -> None:
+def require_kv(model: Any, shape: KVShape, source: str) -> None:
     """Raises LoadFailed where a token does not leave the K and V that the config promises."""
     cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).get("cache")
     layers = [] if cache is None else cache.layers
@@ -236,6 +237,17 @@ def refuse_unsupported(config: Any, source: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise LoadFailed(f"{source}: an encoder-decoder model; only decoder models have the KV that a pair shares")
     text = config.get_text_config()
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if (count := getattr(text, name, None)) is not None and count < 1:
+            raise LoadFailed(f"{source}: its config has {name} {count}; at least 1 is needed")
+    heads, shared = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if heads and shared and heads % shared:
+        raise LoadFailed(f"{source}: its config has {heads} attention heads for {shared} KV heads, which do not divide")
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        raise LoadFailed(
+            f"{source}: its weights are quantised ({method}); float32 and bfloat16 ones are read, and GGUF files"
+        )
     kinds = getattr(text, "layer_types", None)
     if kinds:
         other = sorted({k for k in kinds if k != "full_attention"})

@@ -25,6 +25,7 @@ from workers.loader import (
     read_config,
     read_tokenizer,
     refuse_unsupported,
+    require_kv,
     tokenizer_digest,
 )
 
@@ -73,7 +74,11 @@ def outline(config: ModelConfig) -> Outline:
     hf, tokenizer = _read(config.model, place)
     text = hf.get_text_config()
     refusal = _refusal(hf, text, config.model)
-    parameters, body, head = (0, 0, 0) if refusal else _parameters(hf, config.model)
+    parameters, body, head = 0, 0, 0
+    if not refusal:
+        model = _model(hf, config.model)
+        parameters, body, head = _parameters(model)
+        refusal = _keeps_none(model, kv_shape(text), config.model)
     return Outline(
         source=config.model,
         kind=str(hf.model_type),
@@ -124,16 +129,32 @@ def _rope(text: Any) -> str:
     return f"{named if part == 1.0 else f'partial ({part:g})'} RoPE, theta {found['rope_theta']:g}"
 
 
-def _parameters(config: Any, source: str) -> tuple[int, int, int]:
-    """All, those without embeddings, and those that make logits."""
+def _model(config: Any, source: str) -> Any:
+    """On the meta device. Raises LoadFailed."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = auto.from_config(config)
-    except (ValueError, KeyError) as error:
+            return auto.from_config(config)
+    except Exception as error:  # each model class has its own ways to break on a config
         raise LoadFailed(f"{source}: no decoder model is known for its config ({type(error).__name__})") from error
+
+
+def _parameters(model: Any) -> tuple[int, int, int]:
+    """All, those without embeddings, and those that make logits."""
     total = sum(p.numel() for p in model.parameters())
     read, made = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total, total - read.numel() - (0 if made is read else made.numel()), made.numel()
+
+
+def _keeps_none(model: Any, shape: KVShape, source: str) -> str:
+    """Why a token leaves no K and V as the config promises them; empty where it does."""
+    try:
+        require_kv(model, shape, source)
+    except LoadFailed as error:
+        return str(error)
+    except Exception:
+        # Not every model can be run without its weights: whether this one keeps KV is seen when it is loaded.
+        return ""
+    return ""

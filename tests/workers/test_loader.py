@@ -163,9 +163,21 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": {"type": "Odd"}, "added_tokens": []}')
 
 
+def quantised(folder: Path) -> None:
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
+        (quantised, "its weights are quantised (gptq)"),
+        (adapter, "an adapter, which changes another model's weights"),
         (torn, "cannot be read as safetensors"),
         (not_weights, "cannot be read as safetensors"),
         (one_tensor_short, "1 tensors are not in its files, model.layers.1.self_attn.q_proj.weight among them"),

@@ -67,7 +67,7 @@ PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, bool]]] = {
     "other head size": ({"head_dim": 32}, "same", YES),
     "another family": ({"kind": "Qwen3"}, "same", YES),
     "no rotary positions": (
-        {"kind": "GPT2", "n_head": 4, "n_layer": 3, "n_embd": 64, "vocab_size": 400},
+        {"kind": "GPT2", "n_head": 4, "n_layer": 3, "n_embd": 64, "vocab_size": 400, "num_key_value_heads": 4},
         "same",
         LEARNT,
     ),
@@ -101,6 +101,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "linear layers": ({"kind": "Qwen3Next"}, "linear_attention"),
     "state space": ({"kind": "Mamba"}, "linear_attention"),
     "encoder-decoder": ({"kind": "T5"}, "encoder-decoder"),
+    "reads both ways": ({"kind": "Bert"}, "keeps 0 layers"),
+    "a state and no KV": ({"kind": "Rwkv"}, "keeps 0 layers"),
+    "other KV heads than its config says": ({"kind": "GPT2", "n_embd": 64}, "keeps 4 layers, with 4 of 16"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "4 attention heads for 3 KV heads"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
 }
 
 
@@ -155,7 +161,7 @@ def test_lite_between_unlike_models_has_the_size_of_its_network(tmp_path: Path) 
     theirs, ours, gates = 3 * 2 * 2 * 32, 2 * 2 * 16, 2 * 2
     assert lite.parameters == 4 * ((theirs + ours + 1) * 48 + (48 + 1) * (ours + gates))
     assert lite.mode == "handover or fuse"
-    odd = outlined(tmp_path / "odd", "GPT2", n_head=4, n_layer=3, n_embd=64, vocab_size=400)
+    odd = outlined(tmp_path / "odd", "GPT2", n_head=4, n_layer=3, n_embd=64, num_key_value_heads=4)
     assert next(o for o in check(odd, receiver).options if o.kind == "lite").mode == "fuse"
 
 
@@ -190,6 +196,24 @@ def test_a_folder_without_config_or_tokenizer_is_named(missing: str, says: str, 
         file.unlink()
     with pytest.raises(LoadFailed, match=f"no readable {says}"):
         outline(ModelConfig(model=str(at)))
+
+
+ODD: dict[str, tuple[str, str]] = {
+    "no heads": ("num_attention_heads", "0"),
+    "RoPE without theta": ("rope_parameters", '{"rope_type": "default", "rope_theta": null}'),
+    "RoPE of no known kind": ("rope_parameters", '{"rope_type": "odd", "rope_theta": 10000.0}'),
+    "a pad token beyond the vocabulary": ("pad_token_id", "400"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_config_that_its_own_class_breaks_on_is_an_error(what: str, tmp_path: Path) -> None:
+    """It is named as what cannot be read, by whatever transformers broke on."""
+    key, value = ODD[what]
+    at = folder(tmp_path / "m") / "config.json"
+    at.write_text(json.dumps({**json.loads(at.read_text()), key: json.loads(value)}))
+    with pytest.raises(LoadFailed, match="config"):
+        outline(ModelConfig(model=str(tmp_path / "m")))
 
 
 def test_the_command_tells_people_and_programs(tmp_path: Path) -> None:
