@@ -68,7 +68,8 @@ def asked(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 def one_world(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Everything of one seed."""
     place = prepare(options.work / f"seed-{seed}", plan_of(options, seed), tell)
-    fitted = fit(place, options.fuser, fuser_of(options, seed), tell)
+    # All choices are made by now: the entities that they were made on are learnt from, too.
+    fitted = fit(place, options.fuser, fuser_of(options, seed), tell, splits=("train", "validation"))
     most = 3 if options.quick else MOST
     outcome = ask(fitted, read_items(place.data("test")), date=today(), seed=seed, most=most)
     tell(f"seed {seed}: {outcome.mean}")

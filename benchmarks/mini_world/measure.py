@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.mini_world.prepare import MOST, Prepared, load
-from benchmarks.mini_world.world import KINDS
+from benchmarks.mini_world.world import KINDS, Split
 from workers.asking import Asker
 from workers.counterfactual import Pair
 from workers.engine import Engine
@@ -54,13 +54,13 @@ class Outcome:
     """What `twolane pair verify` says of the same answers."""
 
 
-def fit(place: Prepared, name: str, plan: Plan, tell: Tell) -> Fitted:
-    """Train a fuser on the training entities, into a folder beside the models."""
+def fit(place: Prepared, name: str, plan: Plan, tell: Tell, *, splits: Sequence[Split] = ("train",)) -> Fitted:
+    """Train a fuser on the entities of these splits, into a folder beside the models."""
     folder = place.folder / name
     if folder.exists():
         shutil.rmtree(folder)
     sharer, receiver = load(place.model("sharer")), load(place.model("receiver"))
-    items = read_items(place.data("train"))
+    items = [item for split in splits for item in read_items(place.data(split))]
     began = time.process_time()
     trained = train_pair(folder, name, sharer, receiver, items, plan)
     seconds = round(time.process_time() - began, 1)

@@ -13,14 +13,27 @@ from workers.items import read_items
 from workers.train_pair import Plan
 
 _C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
-_LITE = Plan("lite", "fuse", "prompt", steps=600, batch=64, rank=64, hidden=128, last=2, rate=3e-3)
+_LITE = Plan(
+    "lite",
+    "fuse",
+    "prompt",
+    steps=400,
+    batch=64,
+    rank=64,
+    hidden=128,
+    last=1,
+    deepest=1,
+    dropout=0.3,
+    rate=3e-3,
+)
 ALL: dict[str, Plan] = {
     "c2c": _C2C,
     "linear": Plan("linear", "fuse", "prompt"),
     "lite": _LITE,
     "lite, linear": replace(_LITE, hidden=0),
     "lite, all slots": replace(_LITE, last=0),
-    "lite, all slots, linear": replace(_LITE, last=0, hidden=0),
+    "lite, all sharer layers": replace(_LITE, deepest=0),
+    "lite, no dropout": replace(_LITE, dropout=0.0),
 }
 CHOSEN: dict[str, Plan] = {"c2c": _C2C, "lite": _LITE}
 """By kind, what the report is made with."""

@@ -58,7 +58,7 @@ class Size:
 
     entities: int = 400
     validation: int = 30
-    test: int = 100
+    test: int = 60
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from benchmarks.mini_world.world import ASKED, DISPUTED, KINDS, TOLD, VALUES, Qu
 from workers.asking import Asker
 from workers.engine import Engine
 from workers.hint import for_receiver, for_sharer
-from workers.items import read_items
+from workers.items import digest_of_items, read_items
+from workers.pairs import read_pair
 from workers.prompt import chat_prompt
 from workers.runtime import Alone
 
@@ -147,6 +148,17 @@ def test_report_of_a_quick_run(quick: Path, tmp_path: Path) -> None:
     assert list(report["holds"]) == list(PAPER)
     for name in ("accuracy.svg", "latency.svg"):
         assert (tmp_path / name).read_text().startswith("<svg")
+
+
+def test_the_report_is_on_entities_that_no_fuser_has_seen(quick: Path) -> None:
+    """The fuser of a report learns from the entities that choices are made on, and never from those of the test."""
+    place = quick / "seed-0"
+    learnt = [item for split in ("train", "validation") for item in read_items(place / f"{split}.jsonl")]
+    training = read_pair(place / "lite").training
+    assert training is not None
+    assert training.data == digest_of_items(learnt)
+    asked = {str(item.chat[-1]["content"]) for item in read_items(place / "test.jsonl")}
+    assert asked.isdisjoint(str(item.chat[-1]["content"]) for item in learnt)
 
 
 def _asked_with_seed(outcome: dict[str, Any], seed: int) -> dict[str, Any]:
