@@ -235,7 +235,7 @@ class Dispatcher:
             deployment = self.deployments[id]
             try:
                 if call.tenant.max_budget is not None:
-                    await self.till.afford(course, id)
+                    await self.till.afford(course, call, id)
                 return await self._try(course, call, deployment)
             except Refused:
                 raise

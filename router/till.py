@@ -52,15 +52,15 @@ class Till:
         tariff = self.tariffs[deployment]
         return tariff if tariff.by_model is None else tariff.of(self.aliases.get(model, model))
 
-    async def afford(self, course: Course, deployment: str) -> None:
+    async def afford(self, course: Course, call: Call, deployment: str) -> None:
         """Reserve what this deployment costs beyond what was reserved. Raises Unaffordable.
 
-        A relay's halves were reserved with the whole.
+        `call` names the group that is asked, be it a fallback. A relay's halves were reserved with the whole.
         """
         grant, facts = course.grant, course.facts
         if grant is None or grant.settled or facts is None or course.call.tenant.max_budget is None:
             return
-        cost = self.cost(course.call, facts, deployment)
+        cost = self.cost(call, facts, deployment)
         if not await self.limits.afford(grant, cost):
             budget = course.call.tenant.max_budget
             raise Unaffordable(

@@ -18,7 +18,7 @@ from router.call import Usage
 from router.form import Form
 from router.prices import FREE, KINDS, Asked, Picture, Price, listed, written
 from router.settings import load_text
-from tests.router.gateway import KEY, Router, Seen, chunk, deployment, plain, upstream
+from tests.router.gateway import KEY, Router, Seen, chunk, deployment, failure, plain, upstream
 from tests.router.test_passthrough import Up, ask, door, entry, serving
 
 TOGETHER = 8
@@ -412,3 +412,28 @@ async def test_wildcards_are_priced_by_the_model_that_is_asked_for(tmp_path: Pat
             assert refused == [429, 429]
             assert (await to.post(model="w/other", max_tokens=100, n=9)).status == 200
             assert up.count("dear") == asked + 1
+
+
+async def test_a_fallback_to_a_wildcards_name_is_reserved_and_billed(tmp_path: Path) -> None:
+    """A fallback group that is a wildcard's name costs what that model does: where the budget has no room it is not
+    asked, and where it has, it is billed."""
+    table = tmp_path / "prices.json"
+    table.write_text(json.dumps({"dear": {"output_cost_per_token": 0.5, "litellm_provider": "openai"}}))
+
+    async def fails(seen: Seen) -> web.StreamResponse:
+        return failure(503)
+
+    async with upstream() as up:
+        up.answers["m"] = fails
+        wild = {**deployment("w", up, model="*"), "model_name": "w/*"}
+        config = {
+            "prices": str(table),
+            "router_settings": {"num_retries": 0, "fallbacks": [{"m": ["w/dear"]}]},
+            "tenants": [{"name": "a", "key": KEY, "max_budget": 2.0}],
+        }
+        async with door(tmp_path, deployment("m", up), wild, **config) as to:
+            got = await to.post(model="m", max_tokens=3)
+            assert float(got.headers["x-litellm-response-cost"]) == pytest.approx(1.0)
+            refused = await to.post(model="m", max_tokens=10, n=5)
+            assert refused.error["code"] == "budget_exceeded"
+            assert up.count("dear") == 1
