@@ -27,5 +27,7 @@ class Rule(NamedTuple):
     """The request gives it nothing to look at. Of the facts it reads only those that `policies.rules.plain` reads."""
     cache_only: bool = False
     """`ok` for every text-lane deployment."""
+    alike: bool = False
+    """It looks at the request alone: the same verdict on every deployment."""
     unwell_only: bool = False
     """`ok` for every deployment that is available, bounds no context and does not rest."""

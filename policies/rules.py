@@ -247,7 +247,7 @@ def budget(terms: Terms, facts: Facts, deployment: DeploymentFacts) -> Verdict:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("model", model, unwritten=lambda terms: terms.models is None),
+    Rule("model", model, unwritten=lambda terms: terms.models is None, alike=True),
     Rule("regulated", regulated, unwritten=lambda terms: not terms.regulated, cache_only=True),
     Rule("transport", transport, unwritten=lambda terms: len(terms.lanes) == len(get_args(Transport))),
     Rule("use_case", use_case, unwritten=lambda terms: not terms.cases),
@@ -282,17 +282,20 @@ Asked = list[tuple[int, Rule, Judge]]
 """Rules to ask, with their places among all."""
 
 
-class Course(NamedTuple):
+class Roster(NamedTuple):
     """The rules that a request must be asked about, for each kind of deployment."""
 
+    once: Asked
+    """Those that look at no deployment."""
     every: Asked
     on_text: Asked
     on_well_text: Asked
 
     @classmethod
-    def of(cls, asked: Asked) -> Course:
-        on_text = [entry for entry in asked if not entry[1].cache_only]
-        return cls(asked, on_text, [entry for entry in on_text if not entry[1].unwell_only])
+    def of(cls, asked: Asked) -> Roster:
+        once, every = ([entry for entry in asked if entry[1].alike is alike] for alike in (True, False))
+        on_text = [entry for entry in every if not entry[1].cache_only]
+        return cls(once, every, on_text, [entry for entry in on_text if not entry[1].unwell_only])
 
 
 class Plan(NamedTuple):
@@ -303,7 +306,7 @@ class Plan(NamedTuple):
     names: tuple[str, ...]
     """Of all rules, in the order of their verdicts."""
     asked: tuple[tuple[int, Rule], ...]
-    usual: Course
+    usual: Roster
     """For a request that is plain."""
 
 
@@ -326,7 +329,7 @@ def plan(terms: Terms, rules: tuple[Rule, ...] = RULES) -> Plan:
     """How to judge under a policy: by `rules`, then by its own."""
     every = (*rules, *terms.own)
     asked = tuple([(place, rule) for place, rule in enumerate(every) if not (rule.unwritten and rule.unwritten(terms))])
-    usual = Course.of(_active(asked, terms, _PLAIN))
+    usual = Roster.of(_active(asked, terms, _PLAIN))
     return Plan((OK,) * len(every), tuple([rule.name for rule in every]), asked, usual)
 
 
@@ -347,30 +350,40 @@ Answer = tuple[tuple[Verdict, ...], bool]
 
 def judge_all(terms: Terms, facts: Facts, deployments: Iterable[DeploymentFacts], how: Plan) -> list[Answer]:
     """The answer about each deployment. Never raises: a rule that fails refuses."""
-    course = how.usual if plain(facts) else Course.of(_active(how.asked, terms, facts))
+    roster = how.usual if plain(facts) else Roster.of(_active(how.asked, terms, facts))
     answers: list[Answer] = []
+    shared: tuple[tuple[int, Verdict], ...] = ()
     for deployment in deployments:
-        found: list[Verdict] | None = None
-        allowed = True
+        if not answers:
+            shared = tuple(_said(roster.once, terms, facts, deployment))
         if deployment.transport != "text":
-            asked = course.every
+            asked = roster.every
         else:
             # A deployment that is well: nothing stands in its way, and no request is too long for it.
             well = deployment.available is True and deployment.context is None and deployment.cooling is False
-            asked = course.on_well_text if well else course.on_text
-        for place, rule, judge in asked:
-            try:
-                verdict = judge(terms, facts, deployment)
-            except Exception as error:
-                verdict = Verdict(False, "rule_error", f"{rule.name}: {type(error).__name__}")
-            # Most verdicts are the one OK: told apart by identity before anything is read or stored.
-            if verdict is not OK:
-                if found is None:
-                    found = list(how.ok)
+            asked = roster.on_well_text if well else roster.on_text
+        said = (*shared, *_said(asked, terms, facts, deployment)) if asked else shared
+        if said:
+            found = list(how.ok)
+            for place, verdict in said:
                 found[place] = verdict
-                allowed = allowed and verdict.allowed
-        answers.append((how.ok if found is None else tuple(found), allowed))
+            answers.append((tuple(found), all(verdict.allowed for _, verdict in said)))
+        else:
+            answers.append((how.ok, True))
     return answers
+
+
+def _said(asked: Asked, terms: Terms, facts: Facts, deployment: DeploymentFacts) -> list[tuple[int, Verdict]]:
+    """Verdicts that are more than the one OK, from which they are told apart by identity."""
+    said: list[tuple[int, Verdict]] = []
+    for place, rule, judge in asked:
+        try:
+            verdict = judge(terms, facts, deployment)
+        except Exception as error:
+            verdict = Verdict(False, "rule_error", f"{rule.name}: {type(error).__name__}")
+        if verdict is not OK:
+            said.append((place, verdict))
+    return said
 
 
 def _active(asked: tuple[tuple[int, Rule], ...], terms: Terms, facts: Facts) -> Asked:

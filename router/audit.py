@@ -176,7 +176,7 @@ class Audit:
 
         Call it once for each intent, however the call ended; a call that never had one is recorded whole here.
         """
-        regulated = self.regulated(call.tenant)
+        regulated = call.tenant.policy.regulated
         begun = call.id in self._begun
         self._begun.discard(call.id)
         body = partial(_outcome, _Asked.of(call, decision), outcome)

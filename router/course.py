@@ -117,12 +117,13 @@ class Course:
             reason=self.decision.reason if self.decision else None,
             error=(error.code or error.type) if error else reply.error if reply else None,
             limit=limit,
-            retries=self.retries,
+            retries=self.retries if self.tries else 0,
             fallbacks=self.fallbacks,
             cost=cost or None,
         )
         if reply is not None:
-            event.ttft_ms = _rounded(self.ttft_ms)
+            if self.call.stream:
+                event.ttft_ms = _rounded(self.ttft_ms)
             if reply.usage.known:
                 event.prompt_tokens = reply.usage.prompt_tokens
                 event.completion_tokens = reply.usage.completion_tokens

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
 
@@ -119,11 +119,11 @@ class Dispatcher:
                 await self.label(call)
             course.facts, course.decision = self.decide(call)
             call.decided.append((course.facts, course.decision))
-            refused = refusal(course.decision)
+            refused = None if course.decision.ranked else refusal(course.decision)
             if refused is not None and not self._spares(course.decision.model, refused, call):
                 raise refused
             course.grant = await self.till.admit(call, course.facts, course.decision)
-            if self._regulated(call):
+            if call.tenant.policy.regulated:
                 await self._recorder().intent(call, course.decision)
             course.reply = await self._run(course, refused)
             if call.guardrails:
@@ -163,7 +163,8 @@ class Dispatcher:
         course.finished = True
         if course.deployment is not None:
             self.metrics.end(course.deployment)
-        self.lane.left(course.call, course.deployment, outcome)
+        if self.lane.pairs or self.lane.running:
+            self.lane.left(course.call, course.deployment, outcome)
         cost = course.cost = await self.till.settle(course, _used_tokens(course, outcome))
         if course.call.places:
             await self._give_places_back(course.call)
@@ -295,7 +296,8 @@ class Dispatcher:
         self.metrics.begin(deployment.id)
         asked = time.perf_counter()
         try:
-            self.lane.enter(call, deployment.id)
+            if self.lane.pairs:
+                self.lane.enter(call, deployment.id)
             meant = self.settings.routing.aliases.get(call.model)
             reply = await self.transports[deployment.id].send(call if meant is None else replace(call, model=meant))
         except BaseException as error:
@@ -378,7 +380,7 @@ class Dispatcher:
         reply = course.reply
         run, tokens = _parted(reply.run) if reply is not None and reply.run is not None else (None, None)
         ended = Ending(
-            result=_result(outcome),
+            result=_RESULTS[outcome],
             status=error.status if error else reply.status if reply else 499,
             deployment=course.deployment,
             transport=course.transport,
@@ -388,7 +390,7 @@ class Dispatcher:
             run=run,
             fingerprints=self._fingerprints(course) if course.transport == "cache" else {},
             tried=tuple([t.deployment for t in course.tries]),
-            ttft_ms=course.ttft_ms,
+            ttft_ms=course.ttft_ms if course.call.stream else None,
             total_ms=(time.perf_counter() - course.call.started) * 1000,
             answer=self._kept_answer(course, answer),
             hint=None if reply is None or reply.hint is None else reply.hint.encode(),
@@ -398,7 +400,8 @@ class Dispatcher:
         await self.audit.outcome(course.call, course.decision, ended)
 
     def _kept_answer(self, course: Course, streamed: bytes | None) -> bytes | None:
-        if not self.keeps_answer(course.call):
+        tenant = course.call.tenant
+        if tenant.audit.content == "none" and not tenant.policy.regulated:
             return None
         return streamed if streamed is not None or course.reply is None else course.reply.body or None
 
@@ -434,7 +437,7 @@ class Dispatcher:
                 output_tokens=max(1, reply.usage.completion_tokens),
                 cached_tokens=reply.usage.cached_tokens,
                 queue=course.queue,
-                ttft_ms=course.ttft_ms,
+                ttft_ms=course.ttft_ms if course.call.stream else None,
                 total_ms=(time.perf_counter() - course.call.started) * 1000,
             )
 
@@ -476,15 +479,10 @@ def _used_tokens(course: Course, outcome: Outcome) -> int:
     return course.facts.prompt_tokens if course.facts else 0
 
 
-def _result(outcome: Outcome) -> Literal["answered", "refused", "failed", "cancelled"]:
-    match outcome:
-        case "ok":
-            return "answered"
-        case "refused":
-            return "refused"
-        case "error" | "cut":
-            return "failed"
-        case "abandoned":
-            return "cancelled"
-        case _:
-            assert_never(outcome)
+_RESULTS: dict[Outcome, Literal["answered", "refused", "failed", "cancelled"]] = {
+    "ok": "answered",
+    "refused": "refused",
+    "error": "failed",
+    "cut": "failed",
+    "abandoned": "cancelled",
+}

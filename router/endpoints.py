@@ -350,7 +350,7 @@ def answer_lines(course: Course, reply: Reply) -> bytes:
         course.fingerprint.encode(),
         id,
         deployment,
-        course.retries,
+        course.retries if course.tries else 0,
         course.fallbacks,
         spent * 1000,
         (spent - course.upstream_s) * 1000,

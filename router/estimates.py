@@ -98,21 +98,22 @@ class _Law:
 class _Ratios:
     """The last log ratios actual/mean, in order of time and of size."""
 
-    __slots__ = ("_quantiles", "_recent", "_run", "_sorted")
+    __slots__ = ("_recent", "_run", "_sorted", "known")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(_SPREAD)
         self._sorted: list[float] = list(_SPREAD)
         self._run = 0
-        self._quantiles: tuple[float, float] | None = None
+        self.known: tuple[float, float] | None = None
+        """What `quantiles` gave since the last answer."""
 
     def quantiles(self) -> tuple[float, float]:
         """p50 and p90 of actual/mean; p90 one rank up, as a finite window asks for."""
-        if self._quantiles is None:
+        if self.known is None:
             values = self._sorted
             n = len(values)
-            self._quantiles = exp(values[n // 2]), exp(values[9 * (n + 1) // 10])
-        return self._quantiles
+            self.known = exp(values[n // 2]), exp(values[9 * (n + 1) // 10])
+        return self.known
 
     def add(self, ratio: float) -> float | None:
         """Take in actual/mean; the factor to rescale by when a step change is seen."""
@@ -126,7 +127,7 @@ class _Ratios:
         else:
             run = 0
         self._run = run
-        self._quantiles = None
+        self.known = None
         self._recent.append(value)
         insort(values, value)
         if n >= _WINDOW:
@@ -242,8 +243,8 @@ class Estimates:
         d, e, f = model.rest.weights
         ttft = a + b * uncached + c * queue + _FLOOR_MS
         total = ttft + (d + e * output + f * (output * queue) + _FLOOR_MS)
-        ttft50, ttft90 = model.ttft_ratio.quantiles()
-        total50, total90 = model.total.quantiles()
+        ttft50, ttft90 = model.ttft_ratio.known or model.ttft_ratio.quantiles()
+        total50, total90 = model.total.known or model.total.quantiles()
         t50, t90 = ttft * ttft50, ttft * ttft90
         all50, all90 = total * total50, total * total90
         return Estimate(t50, t90, all50 if all50 > t50 else t50, all90 if all90 > t90 else t90, cost, model.samples)

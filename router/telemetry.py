@@ -167,7 +167,9 @@ class Metrics:
             self._fallbacks[model] += event.fallbacks
         if event.limit is not None:
             self._limited[tenant, event.limit] += 1
-        if event.reason is not None:
+        if event.reason in self._decisions:
+            self._decisions[event.reason] += 1
+        elif event.reason is not None:
             self._decided(event.reason)
         if event.deployment is not None:
             _count(self._of(event.deployment), event)
@@ -176,7 +178,7 @@ class Metrics:
         return self._series.get(deployment) or self._series[OTHER]
 
     def _decided(self, reason: str) -> None:
-        if reason not in self._decisions and len(self._decisions) >= _MOST_REASONS:
+        if len(self._decisions) >= _MOST_REASONS:
             reason = OTHER
         self._decisions[reason] = self._decisions.get(reason, 0) + 1
 
