@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -256,7 +257,8 @@ class Decisions:
         self._most = most
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._kept: dict[str, tuple[str, bytes, tuple[str, ...]]] = {}
+        # Where the oldest leave one by one, a plain dict looks for the next among all that have left.
+        self._kept: OrderedDict[str, tuple[str, bytes, tuple[str, ...]]] = OrderedDict()
         self._young: list[tuple[str, Callable[[], Past | Kept], tuple[str, ...]]] = []
 
     def keep(self, tenant: str, made: Callable[[], Past | Kept], rules: tuple[str, ...]) -> None:
@@ -273,7 +275,7 @@ class Decisions:
             self._kept[past.id] = (tenant, body, rules)
             self._bytes += len(body)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, gone, _ = self._kept.pop(next(iter(self._kept)))
+            _, (_, gone, _) = self._kept.popitem(last=False)
             self._bytes -= len(gone)
 
     def find(self, id: str, tenant: str) -> bytes | None:

@@ -328,28 +328,15 @@ def _budget(value: str | None) -> float | None:
     return budget
 
 
-_LINES = (
-    b"x-twolane-decision: %b\r\nx-twolane-transport: %b\r\nx-twolane-deployment: %b\r\nx-twolane-reason: %b\r\n"
-    b"x-twolane-fingerprint: fp_%b\r\n"
-    b"x-litellm-call-id: %b\r\nx-litellm-model-id: %b\r\n"
-    b"x-litellm-attempted-retries: %d\r\nx-litellm-attempted-fallbacks: %d\r\n"
-    b"x-litellm-response-duration-ms: %.3f\r\nx-litellm-overhead-duration-ms: %.3f\r\n"
-)
-
-
 def answer_lines(course: Course, reply: Reply) -> bytes:
     """Headers: ours, LiteLLM's where cheap, and what the upstream gave for the caller."""
     id = course.call.id.encode()
-    deployment = _as_value(course.deployment or "")
+    reason = course.decision.reason if course.decision else ""
     spent = time.perf_counter() - course.call.started
     lines = _LINES % (
+        _who(reply.content_type, course.transport or "", course.deployment or "", reason, course.fingerprint),
         id,
-        _as_value(course.transport or ""),
-        deployment,
-        _as_value(course.decision.reason if course.decision else ""),
-        course.fingerprint.encode(),
         id,
-        deployment,
         course.retries if course.tries else 0,
         course.fallbacks,
         spent * 1000,
@@ -359,14 +346,26 @@ def answer_lines(course: Course, reply: Reply) -> bytes:
         # A stream's cost is known after its headers have left; it is in the decision, the metrics and the record.
         lines += b"x-litellm-response-cost: %.10g\r\n" % course.cost
     # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
-    theirs = head_lines(encoded(reply.headers)) if reply.headers else b""
-    return b"%b%b%b" % (_typed(reply.content_type), theirs, lines)
+    return lines + head_lines(encoded(reply.headers)) if reply.headers else lines
 
 
-_as_value = lru_cache(maxsize=1024)(as_value)
-"""For words that the configuration bounds."""
+_LINES = (
+    b"%bx-twolane-decision: %b\r\nx-litellm-call-id: %b\r\n"
+    b"x-litellm-attempted-retries: %d\r\nx-litellm-attempted-fallbacks: %d\r\n"
+    b"x-litellm-response-duration-ms: %.3f\r\nx-litellm-overhead-duration-ms: %.3f\r\n"
+)
 
 
-@lru_cache(maxsize=64)
-def _typed(content_type: str) -> bytes:
-    return head_lines([(b"content-type", content_type.encode("latin-1"))])
+@lru_cache(maxsize=256)
+def _who(content_type: str, transport: str, deployment: str, reason: str, fingerprint: str) -> bytes:
+    """Lines that one answer after another has in common."""
+    return head_lines(
+        [
+            (b"content-type", content_type.encode("latin-1")),
+            (b"x-twolane-transport", as_value(transport)),
+            (b"x-twolane-deployment", as_value(deployment)),
+            (b"x-twolane-reason", as_value(reason)),
+            (b"x-twolane-fingerprint", b"fp_" + fingerprint.encode()),
+            (b"x-litellm-model-id", as_value(deployment)),
+        ]
+    )

@@ -165,7 +165,7 @@ class HotProtocol(HttpToolsProtocol):
         """The last that came this way."""
         self._common: tuple[list[Header], bytes] = ([], b"")
         self._rests = False
-        """Answered, and nothing was sent since."""
+        """Answered, and nothing was asked since."""
         self._since = 0.0
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -188,10 +188,6 @@ class HotProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     # -- keep-alive: uvicorn sets a timer for every answer, and gives it up for every request
-
-    def data_received(self, data: bytes) -> None:
-        self._rests = False
-        super().data_received(data)
 
     def on_response_complete(self) -> None:
         """As uvicorn's, with one timer for as long as the connection lives."""
@@ -217,6 +213,7 @@ class HotProtocol(HttpToolsProtocol):
     # -- httptools
 
     def on_message_begin(self) -> None:
+        self._rests = False
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
