@@ -30,8 +30,9 @@ _PARTS = {
     b"file": "files",
     b"input_file": "files",
     b"tool": "tools",
+    b"function": "tools",
 }
-_mark = re.compile(rb'"(?:type|role)"\s*:\s*"(image_url|input_image|input_audio|file|input_file|tool)"')
+_mark = re.compile(rb'"(?:type|role)"\s*:\s*"(image_url|input_image|input_audio|file|input_file|tool|function)"')
 _EMPTY = frozenset({b"null", b"false", b"0", b"[]", b"{}", b'"none"', b'""'})
 _WHERE = {
     "/chat/completions": "",
@@ -86,7 +87,9 @@ def _told(fields: dict[str, msgspec.Raw]) -> set[str]:
 
 def _may_mark(messages: bytes) -> bool:
     """False where `_mark` finds nothing: looking for bytes alone costs a fraction."""
-    return b'"tool"' in messages or b"image" in messages or b'"input_' in messages or b'"file"' in messages
+    if b'"tool"' in messages or b'"function"' in messages:
+        return True
+    return b"image" in messages or b'"input_' in messages or b'"file"' in messages
 
 
 def _set(fields: dict[str, msgspec.Raw], name: str) -> bool:

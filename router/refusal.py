@@ -19,12 +19,16 @@ def refusal(decision: Decision) -> RouterError | None:
     if decision.ranked:
         return None
     if any(_only_absent(judged.verdicts) for judged in decision.judged):
-        return Unavailable(_sentence(decision), code=decision.reason, headers={"retry-after": "5"})
-    if decision.reason == "context_too_long":
-        return BadRequest(_sentence(decision), code=CONTEXT_EXCEEDED, param="messages")
-    if decision.reason == "needs_unsupported":
-        return BadRequest(_sentence(decision), code=decision.reason)
-    return Forbidden(_sentence(decision), code=decision.reason)
+        return Unavailable(_sentence(decision, decision.reason), code=decision.reason, headers={"retry-after": "5"})
+    reason = decision.reason
+    if reason in _COMES_BACK:  # and would be refused then as well: that is what the caller must hear
+        reason = next((v.code for judged in decision.judged if (v := _refused(judged.verdicts))), reason)
+    said = _sentence(decision, reason)
+    if reason == "context_too_long":
+        return BadRequest(said, code=CONTEXT_EXCEEDED, param="messages")
+    if reason == "needs_unsupported":
+        return BadRequest(said, code=reason)
+    return Forbidden(said, code=reason)
 
 
 def _only_absent(verdicts: tuple[Verdict, ...]) -> bool:
@@ -32,11 +36,17 @@ def _only_absent(verdicts: tuple[Verdict, ...]) -> bool:
     return bool(codes) and codes <= _COMES_BACK
 
 
-def _sentence(decision: Decision) -> str:
-    """The reason in words, then what each deployment's first refusal says."""
-    parts = [REASONS.get(decision.reason, decision.reason)]
+def _refused(verdicts: tuple[Verdict, ...]) -> Verdict | None:
+    """The first refusal that lasts, else the first; None where there is none."""
+    refused = [v for v in verdicts if not v.allowed]
+    return next((v for v in refused if v.code not in _COMES_BACK), refused[0] if refused else None)
+
+
+def _sentence(decision: Decision, reason: str) -> str:
+    """The reason in words, then what each deployment's refusal says."""
+    parts = [REASONS.get(reason, reason)]
     for judged in decision.judged:
-        first = next((v for v in judged.verdicts if not v.allowed), None)
-        if first is not None and (first.detail or first.code != decision.reason):
-            parts.append(f"{judged.deployment}: {first.code}{f' ({first.detail})' if first.detail else ''}.")
+        told = _refused(judged.verdicts)
+        if told is not None and (told.detail or told.code != reason):
+            parts.append(f"{judged.deployment}: {told.code}{f' ({told.detail})' if told.detail else ''}.")
     return " ".join(parts)

@@ -64,6 +64,8 @@ def read_body(data: bytes, *, chat: bool) -> Body:
         raise BadPrompt("a local model cannot call tools")
     if body.response_format is not None and body.response_format.get("type", "text") != "text":
         raise BadPrompt("a local model cannot be held to a response_format")
+    if chat and not isinstance(body.logprobs, bool | None):
+        raise BadPrompt(f"logprobs must be true or false, and was {body.logprobs}")
     if not chat and body.logprobs:
         raise BadPrompt("logprobs are served by /v1/chat/completions only")
     return body

@@ -118,9 +118,13 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
     for at, message in enumerate(messages):
         if not isinstance(message, dict):
             raise BadPrompt(f"messages[{at}] is not an object")
-        role = _ROLES.get(message.get("role", ""))
+        said = message.get("role")
+        role = _ROLES.get(said) if isinstance(said, str) else None
         if role is None:
-            raise BadPrompt(f"messages[{at}]: role {message.get('role')!r} cannot be served by a local model")
+            raise BadPrompt(f"messages[{at}]: role {said!r} cannot be served by a local model")
+        for calls in ("tool_calls", "function_call"):
+            if message.get(calls):
+                raise BadPrompt(f"messages[{at}].{calls}: calls of tools cannot be read by a local model")
         plain.append({"role": role, "content": _text(message.get("content"), at)})
     return plain
 

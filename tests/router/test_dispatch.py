@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from policies.facts import Decision, Judged, Verdict
-from router.errors import BadRequest, Forbidden, Unavailable
+from router.errors import BadRequest, Forbidden, RouterError, Unavailable
 from router.refusal import refusal
 from tests.router.gateway import KEY, PLAIN, Seen, Upstream, chunk, deployment, failure, plain, router, upstream
 
@@ -222,6 +222,25 @@ def test_refusals(codes: tuple[str, ...], kind: type[Exception]) -> None:
     error = refusal(Decision("m", (), codes[0], _judged(*codes)))
     assert type(error) is kind
     assert ("retry-after" in getattr(error, "headers", {})) == (kind is Unavailable)
+
+
+@pytest.mark.parametrize(
+    ("codes", "kind", "code"),
+    [
+        (("deployment_unavailable", "needs_unsupported"), BadRequest, "needs_unsupported"),
+        (("pair_unavailable", "context_too_long"), BadRequest, "context_length_exceeded"),
+        (("pair_unavailable", "regulated_text_only"), Forbidden, "regulated_text_only"),
+    ],
+)
+def test_what_would_be_refused_by_a_live_worker_too_is_refused_for_that(
+    codes: tuple[str, ...], kind: type[RouterError], code: str
+) -> None:
+    """A caller is not told to wait, nor that a worker is away, where waiting changes nothing."""
+    verdicts = tuple(Verdict(False, each) for each in codes)
+    error = refusal(Decision("m", (), codes[0], (Judged("d0", "text", verdicts),)))
+    assert isinstance(error, kind)
+    assert error.code == code
+    assert codes[0] not in str(error)
 
 
 async def test_dead_worker_is_a_503_or_a_fallback(tmp_path: Path, up: Upstream) -> None:

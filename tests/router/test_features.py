@@ -48,6 +48,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
         (call(messages=says("hi"), tools=[], n=1, logprobs=False, tool_choice="none"), set()),
         (call(messages=says("hi"), tools=[{"type": "function"}]), {"tools"}),
         (call(messages=[*says("hi"), {"role": "tool", "content": "x"}]), {"tools"}),
+        (call(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]), {"tools"}),
         (call(messages=says(IMAGE)), {"images"}),
         (call(messages=says([{"type": "input_audio", "input_audio": {}}])), {"audio"}),
         (call(messages=says("hi"), response_format={"type": "json_object"}), {"json"}),

@@ -151,6 +151,11 @@ async def test_state_tells_what_is_held_and_why_not(worker: tuple[httpx.AsyncCli
         ({"response_format": {"type": "json_object"}}, 400, "bad_prompt", "response_format"),
         ({"messages": None}, 400, "bad_prompt", "messages"),
         ({"logit_bias": {"x": 1}}, 400, "bad_prompt", "logit_bias"),
+        ({"logit_bias": {"3": 1e308}}, 400, "bad_prompt", "logit_bias"),
+        ({"logprobs": 3}, 400, "bad_prompt", "logprobs"),
+        ({"max_tokens": 0}, 400, "bad_prompt", "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, 400, "bad_prompt", "max_tokens"),
+        ({"messages": [{"role": {}, "content": "x"}]}, 400, "bad_prompt", "role"),
     ],
 )
 async def test_refusals_are_openai_errors(
