@@ -25,9 +25,10 @@ import torch
 
 from workers.cache import KVCache
 from workers.config import Fleet, ModelConfig, PairConfig
-from workers.engine import Done, Engine, Event, Failed, Request, Text
+from workers.engine import Engine
 from workers.fusers.c2c import C2CFuser, Link
 from workers.fusers.projector import C2CProjector, ProjectorShape
+from workers.jobs import Done, Event, Failed, Request, Text
 from workers.loader import Loaded, Loader
 from workers.pairing import hold_pair
 from workers.prompt import Prompt, chat_prompt

@@ -29,8 +29,9 @@ import torch
 from tests.tiny import make_model
 from tests.workers.virtual import VirtualDevice
 from workers.config import ModelConfig
-from workers.engine import Done, Engine, Event, Failed, Job, Request, Text
+from workers.engine import Engine
 from workers.errors import Overloaded
+from workers.jobs import Done, Event, Failed, Job, Request, Text
 from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
 from workers.runtime import Alone

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch
 
+from workers.batch import Batch
 from workers.config import Fleet, ModelConfig, PairConfig, RedisConfig, StoreConfig
-from workers.engine import Batch, Choice
 from workers.fusers.lite import LiteFuser
+from workers.jobs import Choice
 from workers.keys import KEY_VARIABLE
 from workers.loader import Loaded, Loader
 from workers.pairs import read_pair

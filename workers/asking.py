@@ -13,10 +13,11 @@ from typing import assert_never
 
 import torch
 
-from workers.engine import Done, Engine, Event, Failed, Finished, Request, Started, Text
+from workers.engine import Engine
 from workers.errors import BadPrompt
 from workers.hint import for_receiver, for_sharer, hint_in
 from workers.items import LETTERS, Item
+from workers.jobs import Done, Event, Failed, Finished, Request, Started, Text
 from workers.prompt import Message, Prompt
 from workers.protocol import Run
 from workers.runtime import Keep, Prefilled, Runtime, Steps

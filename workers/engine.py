@@ -21,25 +21,22 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import structlog
 import torch
 
-from workers.buffers import Interrupted, Rows, interruptible
-from workers.chunk import Chunk
+from workers.batch import Batch
+from workers.buffers import Interrupted, interruptible
 from workers.config import spare_places
 from workers.detok import Detokenizer
 from workers.errors import BadPrompt, DeadlineExceeded, NoNumbers, Overloaded, PairNotLoaded, WorkerError
 from workers.forwards import Forwards
+from workers.jobs import Choice, Done, Failed, Finished, Job, Request, Started, Text
 from workers.loader import Loaded
 from workers.meter import Meter
-from workers.plain import PlainDecoder
-from workers.prompt import Prompt
-from workers.protocol import Run
 from workers.response import Response
-from workers.runtime import Keep, Prefilled, Runtime, Spent, Steps, require_room
-from workers.sampling import Chosen, Sampler, Sampling, likeliest
+from workers.runtime import Prefilled, Runtime, require_room
+from workers.sampling import Chosen, Sampler, likeliest
 from workers.shares import Line, Shares
 
 log = structlog.get_logger("worker.engine")
@@ -49,181 +46,6 @@ _PATIENCE = 2
 little would leave none of a busy one's work done."""
 
 _NO_NUMBERS = "the model computed what is no number, so there is no answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The prompt is read and the first token is certain."""
-
-    prompt_tokens: int
-    reused: int
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """New text of choice `index`, with the tokens that made it where log probabilities were asked for."""
-
-    index: int
-    text: str
-    tokens: tuple[Chosen, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Choice `index` has ended: `stop` or `length`."""
-
-    index: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """All choices have ended."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    run: Run
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request has ended without (the rest of) its answer."""
-
-    error: WorkerError
-
-
-Event = Started | Text | Finished | Done | Failed
-
-
-@dataclass(slots=True)
-class Request:
-    """One prompt to answer. `emit` is called from the engine's thread and must not block."""
-
-    model: str
-    prompt: Prompt
-    sampling: Sampling
-    emit: Callable[[Event], None]
-    keep: Keep | None = None
-    deadline: float | None = None
-    """On the engine's clock: `time.monotonic`, unless it was given another."""
-    runtime: Runtime | None = None
-    """What answers in place of what `model` names."""
-    tell_tokens: bool = False
-    """Have the answer's token ids in its `Run`."""
-    account: str = ""
-    """Whose share of the device it uses."""
-    weight: float = 1.0
-    """Of that account: twice the weight is twice the share."""
-    steps: Callable[[Prompt, Keep | None], Steps[Prefilled]] | None = None
-    """Reads the prompt in place of the runtime's own `prefill`."""
-    background: bool = False
-    """Begins only when nobody is answered, and gives way (Overloaded) as soon as somebody asks."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request on its way through the engine. `cancel` may be called from any thread."""
-
-    request: Request
-    runtime: Runtime
-    max_tokens: int
-    submitted: float
-    cancelled: bool = False
-    began: float = 0.0
-    first: float = 0.0
-    device_s: float = 0.0
-    """Seconds the device worked for this job, in steps shared with others its share."""
-    steps: Steps[Prefilled] | None = None
-    asks: int = 0
-    """Tokens that its next step computes."""
-    chunks: tuple[Chunk, ...] = ()
-    """That step, where it reads."""
-    given_up: int = 0
-    """Times in a row that this step was given up."""
-    spent: Spent | None = None
-    """On its prompt, once that is read; the KV itself lies in the batch alone."""
-    open: int = 0
-    """Choices still running."""
-    completion_tokens: int = 0
-    beside: int = 0
-    """Most other answers in a step that this one had part in."""
-    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By choice, once it has ended."""
-    polls: bool = False
-    """Its reading waits for another worker, and uses no time of the device."""
-
-    @property
-    def account(self) -> str:
-        return self.request.account
-
-    def cancel(self) -> None:
-        """Free what the job holds within one step; no further event is emitted."""
-        self.cancelled = True
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One running answer of a job: a row of the batch."""
-
-    job: Job
-    index: int
-    sampler: Sampler
-    text: Detokenizer
-    tokens: list[int] = field(default_factory=list)
-    unsent: list[Chosen] = field(default_factory=list)
-
-
-class Batch:
-    """The running answers of one model: choice i lies in row i. With a `response` their KV is fused as they grow."""
-
-    def __init__(self, model: Loaded, response: Response | None = None, plain: PlainDecoder | None = None) -> None:
-        """`plain`: what makes its steps where that can; none where the answer is fused."""
-        self.model = model
-        self.plain = plain if response is None else None
-        self.rows = Rows(model.shape, 1, model.dtype, model.device)
-        # What is fused as it grows has changed its own KV before the step, and would change it twice.
-        self.rows.gives_way = response is None
-        self.beside = None if response is None else response.rows()
-        self.choices: list[Choice] = []
-        self.given_up = 0
-        """Times in a row that the step to come was given up."""
-
-    def join(self, choice: Choice, prefilled: Prefilled, position: int) -> None:
-        """The next token stands at `position`."""
-        most = position + choice.job.max_tokens
-        self.rows.join(prefilled.kv, position, most)
-        if self.beside is not None and prefilled.beside is not None:
-            self.beside.join(prefilled.beside, position, most)
-        self.choices.append(choice)
-
-    def step(self) -> torch.Tensor:
-        """Feed each choice's last token. Returns logits (choices, vocabulary)."""
-        if self.plain is not None:
-            logits = self.plain.step(self.rows, [c.tokens[-1] for c in self.choices])
-            self.rows.advance()
-            return logits
-        positions, mask = self.rows.prepare()
-        tokens = torch.tensor([[c.tokens[-1]] for c in self.choices], device=self.model.device)
-        self.rows.given = None if self.beside is None else self.beside.step(tokens)
-        out = self.model.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            cache=self.rows,
-            use_cache=True,
-        )
-        self.rows.advance()
-        own: torch.Tensor = out.logits[:, -1]
-        return own
-
-    def remove(self, row: int) -> None:
-        """Free a row; the last choice moves into it."""
-        self.rows.leave(row)
-        if self.beside is not None:
-            self.beside.leave(row)
-        last = self.choices.pop()
-        if row < len(self.choices):
-            self.choices[row] = last
 
 
 class Engine:
@@ -664,38 +486,6 @@ class Engine:
             # Its place is free before its caller hears so and asks again.
             with self._lock:
                 self._open.discard(job)
-            job.request.emit(Done(len(job.request.prompt), job.completion_tokens, self._account(job)))
-
-    def _account(self, job: Job) -> Run:
-        now = self._clock()
-        if job.spent is None:
-            raise AssertionError("a job that ends has been read")
-        spent, asked, keep = job.spent, job.request.sampling, job.request.keep
-        changed = spent.change
-        return Run(
-            queue_ms=(job.began - job.submitted) * 1e3,
-            prefill_ms=(job.first - job.began) * 1e3,
-            sharer_ms=spent.sharer_s * 1e3,
-            fuse_ms=spent.fuse_s * 1e3,
-            decode_ms=(now - job.first) * 1e3,
-            device_ms=job.device_s * 1e3,
-            reused_tokens=spent.reused,
-            fingerprint=job.runtime.fingerprint,
-            gates_open=spent.gates_open,
-            change=changed.mean if changed else 0.0,
-            gates=spent.gates,
-            change_k=_short(changed.keys) if changed else (),
-            change_v=_short(changed.values) if changed else (),
-            kv_read=tuple(keep.read) if keep else (),
-            kv_written=tuple(keep.written) if keep else (),
-            digests=job.runtime.digests,
-            numerics=self.numerics,
-            seed=None if asked.cold else asked.seed,
-            beside=job.beside,
-            score=spent.score,
-            tokens=tuple(job.tokens[i] for i in range(asked.n)) if job.request.tell_tokens else (),
-        )
-
-
-def _short(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple([round(ratio, 4) for ratio in ratios])
+            job.request.emit(
+                Done(len(job.request.prompt), job.completion_tokens, job.ran(self._clock(), self.numerics))
+            )

@@ -14,9 +14,10 @@ import torch
 
 from workers import memory
 from workers.config import Fleet, ModelConfig, PairConfig, WorkerConfig
-from workers.engine import Done, Engine, Event, Failed, Request
+from workers.engine import Engine
 from workers.errors import LoadFailed, NoNumbers, Overloaded, PairNotLoaded, WorkerError
 from workers.fusers.c2c import includes_response
+from workers.jobs import Done, Event, Failed, Request
 from workers.loader import Loader
 from workers.memory import Budget
 from workers.pairing import fuser_folder, fuser_kind, hold_pair, pair_mode

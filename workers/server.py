@@ -31,9 +31,10 @@ from workers import protocol
 from workers.client import Registry
 from workers.config import Fleet, WorkerConfig
 from workers.counterfactual import Scored, otherwise
-from workers.engine import Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
+from workers.engine import Engine
 from workers.errors import BadPrompt, LoadFailed, WorkerError
 from workers.holdings import Holdings
+from workers.jobs import Done, Event, Failed, Finished, Job, Request, Started, Text
 from workers.logs import LossyStream
 from workers.openai_wire import DONE, Answer, Body, error_body, error_event, read_body, read_counterfactual, usage_of
 from workers.prompt import Prompt

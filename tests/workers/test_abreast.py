@@ -17,9 +17,10 @@ from workers.abreast import Abreast
 from workers.buffers import Interrupted, Sequence, interruptible
 from workers.chunk import Chunk
 from workers.config import ModelConfig
-from workers.engine import Done, Engine, Event, Failed, Request
+from workers.engine import Engine
 from workers.forwards import Forwards
 from workers.fusers.base import KVShape
+from workers.jobs import Done, Event, Failed, Request
 from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
 from workers.runtime import Paired, Prefilled, Reading, abreast

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from workers.batch import Batch
 from workers.buffers import Interrupted, interruptible
 from workers.config import ModelConfig
-from workers.engine import Batch, Choice, Done, Engine, Event, Failed, Finished, Job, Request, Started, Text
+from workers.engine import Engine
 from workers.errors import BadPrompt, DeadlineExceeded, Overloaded, PairNotLoaded, PromptTooLong
+from workers.jobs import Choice, Done, Event, Failed, Finished, Job, Request, Started, Text
 from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
 from workers.runtime import Alone, Prefilled, Steps

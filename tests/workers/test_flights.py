@@ -13,8 +13,9 @@ import torch
 from tests.workers.test_runtime import Shifted, answer, finish, some_ids
 from workers.config import RedisConfig, StoreConfig
 from workers.embedded import EmbeddedRedis
-from workers.engine import Done, Engine, Event, Failed, Request
+from workers.engine import Engine
 from workers.flights import LEAST
+from workers.jobs import Done, Event, Failed, Request
 from workers.loader import Loaded
 from workers.prompt import Prompt
 from workers.runtime import Alone, Keep, Paired, Prefilled, Runtime, Steps

@@ -15,7 +15,8 @@ from tests.workers.test_runtime import Shifted, finish, some_ids
 from workers.cache import KVCache
 from workers.config import RedisConfig, StoreConfig
 from workers.embedded import EmbeddedRedis
-from workers.engine import Done, Engine, Event, Failed, Request
+from workers.engine import Engine
+from workers.jobs import Done, Event, Failed, Request
 from workers.loader import Loaded
 from workers.prompt import Prompt
 from workers.protocol import Run

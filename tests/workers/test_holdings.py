@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
 from workers.config import Fleet, ModelConfig, WorkerConfig
-from workers.engine import Engine, Event, Request
+from workers.engine import Engine
 from workers.holdings import Holdings
+from workers.jobs import Event, Request
 from workers.loader import Loaded
 from workers.prompt import Prompt
 from workers.runtime import Alone

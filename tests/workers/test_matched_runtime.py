@@ -16,12 +16,13 @@ from tests.workers.test_runtime import finish
 from workers.cache import KVCache
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.counterfactual import otherwise
-from workers.engine import Engine, Event
+from workers.engine import Engine
 from workers.errors import BadPrompt, LoadFailed, PromptTooLong
 from workers.fusers.base import Slots
 from workers.fusers.mix import MixFuser, fresh
 from workers.fusers.mix_net import MixShape
 from workers.greedy import answers, read
+from workers.jobs import Event
 from workers.loader import Loaded, Loader
 from workers.matched_runtime import MatchedPair
 from workers.pairing import hold_pair

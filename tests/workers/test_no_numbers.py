@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.workers.test_engine import Asked, some_ids
-from workers.engine import Engine, Failed, Started
+from workers.engine import Engine
 from workers.errors import NoNumbers
+from workers.jobs import Failed, Started
 from workers.loader import Loaded
 from workers.runtime import Alone
 

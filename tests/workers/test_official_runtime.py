@@ -23,10 +23,11 @@ from workers.buffers import Rows
 from workers.c2c_run import Section, Sharer, greedy
 from workers.cache import KVCache
 from workers.config import Fleet, ModelConfig, PairConfig, RedisConfig, StoreConfig, WorkerConfig
-from workers.engine import Done, Engine, Event, Failed, Request, Text
+from workers.engine import Engine
 from workers.errors import BadPrompt, LoadFailed, PromptTooLong
 from workers.fusers.base import KVShape
 from workers.fusers.c2c import load_official
+from workers.jobs import Done, Event, Failed, Request, Text
 from workers.loader import Loaded, Loader
 from workers.official_runtime import AlignedPair, aligned_prompt, receiver_track, sharer_track
 from workers.pairing import HeldPair, hold_pair

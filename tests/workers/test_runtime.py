@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from workers.batch import Batch
 from workers.cache import KVCache
 from workers.config import Fleet, ModelConfig, PairConfig
-from workers.engine import Batch, Done, Engine, Event, Failed, Request, Text
+from workers.engine import Engine
 from workers.errors import BadPrompt, LoadFailed
 from workers.fusers.base import Change, KVShape
 from workers.fusers.c2c import load_official
 from workers.fusers.identity import IdentityFuser
+from workers.jobs import Done, Event, Failed, Request, Text
 from workers.loader import Loaded, Loader
 from workers.pairing import hold_pair
 from workers.prompt import Prompt

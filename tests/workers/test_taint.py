@@ -29,9 +29,9 @@ from hypothesis.stateful import (
 
 from tests.workers.kvlab import empty, keys
 from tests.workers.test_runtime import Shifted, finish, some_ids
+from workers.batch import Batch
 from workers.config import RedisConfig, StoreConfig
 from workers.embedded import EmbeddedRedis
-from workers.engine import Batch
 from workers.keys import Space, chain
 from workers.loader import Loaded
 from workers.prompt import Prompt

@@ -11,7 +11,8 @@ from benchmarks.fairness import Costs, Load, p95, simulate
 from tests.tiny import make_model
 from tests.workers.virtual import VirtualDevice
 from workers.config import ModelConfig
-from workers.engine import Done, Engine, Event, Request, Text
+from workers.engine import Engine
+from workers.jobs import Done, Event, Request, Text
 from workers.loader import Loaded, Loader
 from workers.prompt import Prompt
 from workers.runtime import Alone
