@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.workers.test_engine import Asked, some_ids
+from workers.config import ModelConfig
 from workers.engine import Engine
 from workers.errors import NoNumbers
 from workers.jobs import Failed, Started
-from workers.loader import Loaded
+from workers.loader import Loaded, Loader
 from workers.runtime import Alone
 
 
@@ -34,11 +34,11 @@ class _Broken(torch.nn.Module):
 
 
 @pytest.fixture(params=[(0, "nan"), (0, "inf"), (3, "nan")], ids=lambda p: f"{p[1]} after {p[0]}")
-def running(request: pytest.FixtureRequest, tiny: Loaded, other: Loaded) -> Iterator[Engine]:
+def running(request: pytest.FixtureRequest, tiny: Loaded, other_folder: Path) -> Iterator[Engine]:
     after, value = request.param
-    broken = copy.deepcopy(other.model)
-    broken.lm_head = _Broken(broken.lm_head, after, float(value))
-    runtimes = {"tiny": Alone("tiny", tiny, None, 32), "bad": Alone("bad", replace(other, model=broken), None, 32)}
+    bad = Loader("cpu").load(ModelConfig(name="bad", model=str(other_folder)))
+    bad.model.lm_head = _Broken(bad.model.lm_head, after, float(value))
+    runtimes = {"tiny": Alone("tiny", tiny, None, 32), "bad": Alone("bad", bad, None, 32)}
     engine = Engine(runtimes, max_running=4, threads=1, pack=False)  # type: ignore[arg-type]
     engine.start()
     yield engine
