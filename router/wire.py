@@ -6,7 +6,6 @@ Bodies are read shallowly: the top-level values stay as they were sent, and only
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated, TypeVar
 
@@ -210,14 +209,8 @@ _NULLS = (b'"usage":null', b'"usage": null')
 """As many servers write it into every event but the last."""
 
 
-def all_objects(texts: Iterable[bytes]) -> bool:
-    """Each is one JSON object."""
-    try:
-        for _ in map(_any.decode, texts):
-            pass
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
+prove_object = _any.decode
+"""Raises msgspec.DecodeError where bytes are no JSON object, and RecursionError where they are nested too deeply."""
 
 
 def unmarked(events: bytes) -> bool:
@@ -247,33 +240,29 @@ class Splitter:
     """Cuts a byte stream into events, whatever the reads and the line ends. Comments and bare controls vanish."""
 
     def __init__(self) -> None:
-        self._rest = b""
-
-    @property
-    def empty(self) -> bool:
-        """No event is under way."""
-        return not self._rest
+        self.rest = b""
+        """Of an event that is under way."""
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """Events that `data` completes, as (head, data): `event` and `id` lines as sent, and the data unprefixed.
 
         Raises ValueError when an event exceeds MAX_EVENT.
         """
-        data = self._rest + data
+        data = self.rest + data
         if b"\r" in data:
             # A CR at the end may be half of a CRLF: it waits for the next read.
             held = data.endswith(b"\r")
             data = data[:-1] if held else data
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if held else b"")
-        *blocks, self._rest = data.split(b"\n\n")
-        if len(self._rest) > MAX_EVENT:
+        *blocks, self.rest = data.split(b"\n\n")
+        if len(self.rest) > MAX_EVENT:
             raise ValueError("an event exceeds the limit")
         return [event for block in blocks if (event := _event(block)) is not None]
 
     def flush(self) -> list[tuple[bytes, bytes]]:
         """What the stream's end leaves behind: an upstream may forget the last blank line."""
-        event = _event(self._rest.rstrip(b"\r\n"))
-        self._rest = b""
+        event = _event(self.rest.rstrip(b"\r\n"))
+        self.rest = b""
         return [event] if event is not None else []
 
 

@@ -125,7 +125,7 @@ class _Passing:
         self._take = take
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
+        self._heard = time.monotonic()
 
     def feed(self, data: bytes) -> bool:
         """Whether more may come."""
@@ -135,7 +135,7 @@ class _Passing:
                 self.last = frame
                 self.stopped = True
             elif frame:  # a comment is no answer
-                self._heard = self._loop.time()
+                self._heard = time.monotonic()
                 self.stopped = not self._take(frame)
         except Exception as error:  # the connection that calls has nothing to do with it: told to who waits
             self.fault = error
@@ -151,7 +151,7 @@ class _Passing:
             self._timer.cancel()
 
     def _silent(self) -> None:
-        left = self._heard + self._timeout - self._loop.time()
+        left = self._heard + self._timeout - time.monotonic()
         if left <= 0:
             self._answer.fail(TimeoutError())
         else:

@@ -5,16 +5,20 @@ Bytes in, whole events out; the connection belongs to `openai_http`.
 
 from __future__ import annotations
 
+from collections import deque
+
+import msgspec
+
 from router.call import Reply
 from router.errors import TransportError, Unavailable
 from router.transports.upstream_errors import in_answer
 from router.wire import (
     DONE,
     Splitter,
-    all_objects,
     error_frame,
     finished,
     frame,
+    prove_object,
     read_answer,
     read_tier,
     read_usage,
@@ -47,11 +51,12 @@ class Stream:
         self._worker = worker
         self._secrets = secrets
         self._splitter = Splitter()
-        self._tail: list[bytes] = []
+        self._tail: deque[bytes] = deque(maxlen=4)
+        """The last events: one of them tells whether the answer is whole."""
 
     def feed(self, data: bytes) -> bytes:
         """Whole events for the caller, possibly none."""
-        if data.endswith(b"\n\n") and self._splitter.empty and self._plain(data):
+        if data.endswith(b"\n\n") and not self._splitter.rest and self._plain(data):
             return data
         try:
             events = self._splitter.feed(data)
@@ -65,10 +70,15 @@ class Stream:
             return False
         blocks = data[6:-2].split(_BETWEEN)
         # A line end more shows an event of another form.
-        if data.count(b"\n") != 2 * len(blocks) or not all_objects(blocks):
+        if data.count(b"\n") != 2 * len(blocks):
+            return False
+        try:
+            for block in blocks:
+                prove_object(block)
+        except (msgspec.DecodeError, RecursionError):
             return False
         self.began = True
-        self._tail = (self._tail + blocks[-4:])[-4:]
+        self._tail.extend(blocks)
         return True
 
     def finish(self) -> bytes:
@@ -104,7 +114,7 @@ class Stream:
             if self.done:
                 break
             self.began = self.began or kept is not None
-        self._tail = (self._tail + [data for _, data in events])[-4:]
+        self._tail.extend([data for _, data in events])
         return b"".join(out)
 
     def _read(self, data: bytes) -> bytes | None:

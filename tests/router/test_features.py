@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.call import Call
 from router.conversations import Conversations, identity, share
@@ -62,6 +65,34 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 def test_needs(asked: Call, expected: set[str]) -> None:
     """Features are seen in the structure, and not in what a text merely mentions."""
     assert needs(asked) == expected
+
+
+_WORDS = st.sampled_from(
+    [
+        "image_url",
+        "input_image",
+        "input_audio",
+        "file",
+        "input_file",
+        "tool",
+        "text",
+        "images",
+        "tools",
+        "user",
+        "input_",
+    ]
+)
+_BLANK = st.sampled_from(["", " ", "\n"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["type", "role", "name"]), _BLANK, _BLANK, _WORDS), max_size=4))
+def test_every_mark_of_the_messages_is_seen(members: list[tuple[str, str, str, str]]) -> None:
+    """However messages are written, the parts that they name are needs, and nothing else is."""
+    written = ",".join(f'{{"{key}"{before}:{after}"{word}"}}' for key, before, after, word in members)
+    asked = replace(call(), fields={"messages": msgspec.Raw(f"[{written}]".encode())})
+    kinds = {"image_url": "images", "input_image": "images", "input_audio": "audio", "tool": "tools"}
+    kinds |= {"file": "files", "input_file": "files"}
+    assert needs(asked) == {kinds[word] for key, _, _, word in members if key != "name" and word in kinds}
 
 
 def test_sizes() -> None:
