@@ -48,10 +48,19 @@ def lite(folder: Path) -> LiteFuser:
 
 
 def mixed(folder: Path, mode: str) -> MixFuser:
-    """Every weight random, between models of other sizes; in `fuse` with a block, and only the last two slots."""
+    """Every weight random, between models of other sizes; in `fuse` with a block, and only the last two slots, in
+    `mix-add-fuse` without reading the receiver's own KV.
+    """
     fuse = mode == "fuse"
     shape = MixShape(
-        SHARER, UNLIKE, own=fuse, reads=((0, 1, 2), (1, 2)), rank=3, hidden=4 if fuse else 0, last=2 if fuse else 0
+        SHARER,
+        UNLIKE,
+        own=fuse,
+        reads=((0, 1, 2), (1, 2)),
+        rank=3,
+        hidden=4 if fuse else 0,
+        last=2 if fuse else 0,
+        add_only="add" in folder.name,
     )
     fuser = fresh_mix(shape, torch.float32, 0)
     random = torch.Generator().manual_seed(5)
@@ -87,13 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("tests/vectors"))
     out = parser.parse_args().out
-    for name, start in (("lite", 5), ("mix", 1), ("mix-fuse", 4), ("linear", 0), ("linear-fuse", 2)):
+    starts = {"lite": 5, "mix": 1, "mix-fuse": 4, "mix-add-fuse": 4, "linear": 0, "linear-fuse": 2}
+    for name, start in starts.items():
         mode = "fuse" if name.endswith("fuse") else "handover"
         fuser = made_of(out / name, mode)
         info = FuserInfo(fuser.kind, fuser.digest, fuser.shape.as_json(), fuser.parameters)
         write(out / name, "pair.json", PairFile(FORMAT, name, mode, "context", PARTY, PARTY, info))
         source, own = kv(SHARER, 3), kv(fuser.shape.receiver, 4) if mode == "fuse" else None
-        heard_at = torch.tensor([2, 2, 7]) if name == "mix-fuse" else None
+        heard_at = torch.tensor([2, 2, 7]) if name.startswith("mix-") else None
         if isinstance(fuser, MixFuser):
             made = fuser.project(source, own, start, heard_at)
         else:

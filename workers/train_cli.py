@@ -70,6 +70,7 @@ _TELL_EVERY = 60.0
     show_default=True,
     help="Share of its inputs that such a fuser is trained without.",
 )
+@click.option("--add-only", is_flag=True, help="A lite fuser in fuse adds to the receiver's own KV without reading it.")
 @click.option("--width", type=click.IntRange(1), default=1024, show_default=True, help="Of a c2c fuser.")
 @click.option("--tokens", type=click.IntRange(2), default=20_000, show_default=True, help="That a linear fuser reads.")
 @click.option(
@@ -156,6 +157,7 @@ def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
         last=options["last"],
         deepest=options["deepest"],
         dropout=options["dropout"],
+        add_only=options["add_only"],
         width=options["width"],
         tokens=options["tokens"],
         most=options["max_tokens"],

@@ -77,6 +77,8 @@ class Plan:
     """Of the general lite network: sharer layers that are read, counted from the end; 0 reads all."""
     dropout: float = 0.0
     """Of the general lite network: share of its inputs that are left out while it is trained."""
+    add_only: bool = False
+    """Of lite in `fuse`: the receiver's own KV is added to, and not read."""
     width: int = 1024
     """Of c2c: hidden and intermediate."""
     tokens: int = 20_000
@@ -207,6 +209,8 @@ def refuse(plan: Plan, sharer: Loaded, receiver: Loaded) -> bool:
     """Whether the two tokenizers name tokens differently. Raises LoadFailed for what cannot be trained."""
     if plan.mode not in MODES[plan.kind]:
         raise LoadFailed(f"a {plan.kind} fuser runs in mode {' or '.join(MODES[plan.kind])}, not {plan.mode}")
+    if plan.add_only and (plan.kind, plan.mode) != ("lite", "fuse"):
+        raise LoadFailed(f"only a lite fuser in mode fuse can be add-only, not a {plan.kind} fuser in mode {plan.mode}")
     for role, model in (("sharer", sharer), ("receiver", receiver)):
         if model.tokenizer.chat_template is None:
             raise LoadFailed(f"the {role} has no chat template, so chats cannot be learnt from")
@@ -375,6 +379,7 @@ def _fresh(plan: Plan, sharer: Loaded, receiver: Loaded, *, foreign: bool) -> C2
             rank=max(1, plan.rank),
             hidden=plan.hidden,
             last=plan.last,
+            add_only=plan.add_only,
         )
         general = mix.fresh(shape, receiver.dtype, plan.seed)
         general.net.to(receiver.device)

@@ -30,6 +30,7 @@ ALL: dict[str, Plan] = {
     "c2c": _C2C,
     "linear": Plan("linear", "fuse", "prompt"),
     "lite": _LITE,
+    "lite, own KV not read": replace(_LITE, add_only=True),
     "lite, linear": replace(_LITE, hidden=0),
     "lite, all slots": replace(_LITE, last=0),
     "lite, all sharer layers": replace(_LITE, deepest=0),

@@ -27,6 +27,7 @@ from workers.pairs import FORMAT, FuserInfo, PairFile, Party, write
 SHARER, RECEIVER = KVShape(3, 1, 12, 1e4), KVShape(2, 3, 8, 5e2)
 FUSE = MixShape(SHARER, RECEIVER, own=True, reads=((0, 1, 2), (1, 2)), rank=6, hidden=5)
 HANDOVER = replace(FUSE, own=False)
+ADDS = replace(FUSE, add_only=True)
 PARTY = Party("owner/model", "0" * 64, "1" * 64, "2" * 64)
 
 
@@ -54,7 +55,7 @@ def same(a: KVCache, b: KVCache, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [FUSE, HANDOVER])
+@pytest.mark.parametrize("shape", [FUSE, HANDOVER, ADDS])
 def test_it_is_a_lite_fuser(shape: MixShape) -> None:
     """Of the protocol; whether it needs own KV is said by its shape, and it reads the layers that are named."""
     fuser = fresh(shape, torch.float32, 0)
@@ -63,10 +64,31 @@ def test_it_is_a_lite_fuser(shape: MixShape) -> None:
     assert fresh(replace(shape, reads=((2,), (2,))), torch.float32, 0).source_layers == {2}
 
 
-def test_untrained_it_changes_nothing() -> None:
+@pytest.mark.parametrize("shape", [FUSE, ADDS])
+def test_untrained_it_changes_nothing(shape: MixShape) -> None:
     """In fuse the receiver's own KV comes out, wherever it stands."""
     own = ours(9)
-    same(fresh(FUSE, torch.float32, 0).project(theirs(9), own, 31), own)
+    same(fresh(shape, torch.float32, 0).project(theirs(9), own, 31), own)
+
+
+@settings(max_examples=20, deadline=None)
+@given(one=st.integers(0, 1000), other=st.integers(0, 1000), start=st.integers(0, 300), last=st.sampled_from([0, 2]))
+def test_what_is_added_does_not_depend_on_own(one: int, other: int, start: int, last: int) -> None:
+    """Add-only: the change is the same whatever the receiver has read itself, and another where the sharer has read
+    something else; a fuser that reads the own KV makes another change of another own.
+    """
+
+    def added(fuser: MixFuser, source: KVCache, own: KVCache) -> torch.Tensor:
+        with torch.no_grad():
+            made = fuser.project(source, own, start)
+        pairs = zip((*made.keys, *made.values), (*own.keys, *own.values), strict=True)
+        return torch.stack([after - before for after, before in pairs])
+
+    source, first, second = theirs(6), ours(6, one), ours(6, 2000 + other)
+    adds, reads = (stirred(replace(shape, last=last)) for shape in (ADDS, FUSE))
+    torch.testing.assert_close(added(adds, source, first), added(adds, source, second), rtol=1e-4, atol=1e-4)
+    for fuser, others in ((adds, (theirs(6, 9), first)), (reads, (source, second))):
+        assert float((added(fuser, source, first) - added(fuser, *others)).abs().max()) > 0.01
 
 
 @settings(max_examples=25, deadline=None)
@@ -123,13 +145,18 @@ def test_only_the_last_slots_are_changed(last: int) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(share=st.floats(0.05, 0.9), seed=st.integers(0, 1000), last=st.sampled_from([0, 2]), own=st.booleans())
-def test_inputs_left_out_are_not_read(share: float, seed: int, last: int, own: bool) -> None:
+@given(
+    share=st.floats(0.05, 0.9),
+    seed=st.integers(0, 1000),
+    last=st.sampled_from([0, 2]),
+    shape=st.sampled_from([FUSE, HANDOVER, ADDS]),
+)
+def test_inputs_left_out_are_not_read(share: float, seed: int, last: int, shape: MixShape) -> None:
     """What is drawn is zero or makes up for the zeros, the same for one seed, and no input that is zero is read."""
-    fuser = stirred(replace(FUSE, last=last) if own else HANDOVER)
+    fuser = stirred(replace(shape, last=last if shape.own else 0))
     slots = Slots.of(theirs(6), ours(6), 0).last(fuser.shape.last or 6)
     keep = fuser.keep(Slots.of(theirs(6), ours(6), 0), share, seed)
-    assert keep.shape == (len(slots.at), 3 * 2 * 12 + (2 * 2 * 3 * 8 if own else 0))
+    assert keep.shape == (len(slots.at), 3 * 2 * 12 + (2 * 2 * 3 * 8 if shape == FUSE else 0))
     torch.testing.assert_close(keep, (keep > 0) / (1 - share))
     assert torch.equal(keep, fuser.keep(Slots.of(theirs(6), ours(6), 0), share, seed))
     written = fuser.net(slots, keep)
@@ -227,7 +254,7 @@ def published(folder: Path, fuser: MixFuser) -> MixFuser:
     return stored
 
 
-@pytest.mark.parametrize("shape", [FUSE, HANDOVER, replace(FUSE, last=2, hidden=0)])
+@pytest.mark.parametrize("shape", [FUSE, HANDOVER, replace(FUSE, last=2, hidden=0), replace(ADDS, last=1)])
 def test_what_is_stored_is_what_is_loaded(shape: MixShape, tmp_path: Path) -> None:
     """Weights in bfloat16, statistics with them, and the shape by the side; the digest names the file."""
     stored = published(tmp_path, stirred(shape))
@@ -238,6 +265,14 @@ def test_what_is_stored_is_what_is_loaded(shape: MixShape, tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(made.keys, stored.project(source, own, 4).keys, strict=True))
     half = MixFuser.from_folder(tmp_path, torch.bfloat16).project(source, own, 4)
     assert {t.dtype for t in half.values[-1:]} == {torch.bfloat16}
+
+
+def test_a_shape_without_the_word_is_read_as_before(tmp_path: Path) -> None:
+    """`add_only` stands in pair.json only where it is true: a folder from before has no such member, and loads."""
+    old = published(tmp_path, stirred())
+    assert "add_only" not in old.shape.as_json()
+    assert MixShape.read(ADDS.as_json()) == ADDS
+    assert MixFuser.from_folder(tmp_path, torch.float32).shape == FUSE
 
 
 def edited(folder: Path, **changes: Any) -> None:
@@ -254,6 +289,8 @@ def edited(folder: Path, **changes: Any) -> None:
         ({"reads": [[0], [9]]}, r"beyond 0\.\.2"),
         ({"reads": [[0], []]}, "for each of 2 receiver layers"),
         ({"own": False, "last": 1}, "`last` is 0"),
+        ({"own": False, "add_only": True}, "`add_only` is false"),
+        ({"add_only": True}, "do not fit the shape"),
         ({"rank": 0}, "rank is at least 1"),
         ({"rank": None}, "cannot be read"),
         ({"sharer": {"layers": 3}}, "cannot be read"),

@@ -206,9 +206,15 @@ def test_a_folder_with_a_pair_is_not_overwritten(tmp_path: Path, models: tuple[s
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
-    """A mode that the fuser does not have, items without a context to share, a layer list that is none."""
+    """A mode that the fuser does not have, adding where nothing is added to, items without a context to share, a layer
+    list that is none.
+    """
     result = train(models, data, tmp_path / "a", "--fuser", "c2c", "--mode", "handover")
     assert (result.exit_code, "runs in mode fuse, not handover" in result.stderr) == (1, True)
+    for kind, mode in (("lite", "handover"), ("c2c", "fuse")):
+        result = train(models, data, tmp_path / "a", "--fuser", kind, "--mode", mode, "--add-only")
+        said = f"can be add-only, not a {kind} fuser in mode {mode}"
+        assert (result.exit_code, said in result.stderr) == (1, True)
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"question": "Who?", "answer": "Ann"}')
     result = train(models, bare, tmp_path / "b")
@@ -331,10 +337,11 @@ def test_lessons_at_once_teach_what_each_teaches_alone(tmp_path: Path, tiny: Loa
 
 def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tiny: Loaded, data: Path) -> None:
     """With Muon beside AdamW and inputs left out by chance: what resumes ends at the bytes of a run that nobody
-    stopped, says how long both of its processes took, and reads the sharer's layers that were asked for.
+    stopped, says how long both of its processes took, and reads what was asked for: some of the sharer's layers, and
+    nothing of the receiver's own.
     """
     other, items = foreign(tmp_path), read_items(data)
-    plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4, deepest=1, dropout=0.3)
+    plan = Plan("lite", "fuse", "prompt", steps=6, batch=4, rank=4, deepest=1, dropout=0.3, add_only=True)
 
     def stop(progress: object) -> None:
         time.sleep(0.2)
@@ -355,6 +362,7 @@ def test_a_stopped_lite_training_goes_on_to_the_same_weights(tmp_path: Path, tin
     made = mix.MixFuser.from_folder(tmp_path / "whole", torch.float32)
     assert made.source_layers == {other.shape.layers - 1}
     assert other.shape.layers > 1
+    assert (made.shape.add_only, made.needs_own) == (True, True)
 
 
 def _chats(folder: Path) -> Path:

@@ -1,9 +1,9 @@
 """The general `lite` network: any two models, in `fuse` or `handover`, with one tokenizer or two.
 
-Each receiver layer reads K and V of all sharer layers together, in `fuse` its own K and V as well, through one
-low-rank code, and writes K and V from it, every head by its own gate. Inputs are standardised by dimension, outputs
-scaled back by the receiver's; keys are read and written without their rotation where both models turn plainly. The
-first network, for models of one KV size, is `workers.fusers.lite`.
+Each receiver layer reads K and V of all sharer layers together, in `fuse` its own K and V as well unless they are only
+added to, through one low-rank code, and writes K and V from it, every head by its own gate. Inputs are standardised by
+dimension, outputs scaled back by the receiver's; keys are read and written without their rotation where both models
+turn plainly. The first network, for models of one KV size, is `workers.fusers.lite`.
 
 Every slot is mapped by itself; the sharer's slots may stand elsewhere than the receiver's. With `last` only the last
 slots of what is projected are changed, so projecting in pieces is then another thing than projecting at once.
@@ -38,7 +38,7 @@ class MixShape:
     sharer: KVShape
     receiver: KVShape
     own: bool
-    """`fuse`: the receiver's own KV is read too, and changed. Else `handover`."""
+    """`fuse`: the receiver's own KV is changed, and read too unless `add_only`. Else `handover`."""
     reads: tuple[tuple[int, ...], ...]
     """By receiver layer: the sharer layers it reads."""
     rank: int
@@ -47,6 +47,8 @@ class MixShape:
     """Width of the SwiGLU block on the code; 0 leaves it out: linear but for the gates."""
     last: int = 0
     """`fuse`: only so many slots at the end of what is shared are changed; 0 changes all."""
+    add_only: bool = False
+    """`fuse`: what is added to the receiver's own KV follows from the sharer's alone."""
 
     def __post_init__(self) -> None:
         named = [layer for row in self.reads for layer in row]
@@ -60,8 +62,15 @@ class MixShape:
             raise LoadFailed("lite fuser: rank is at least 1, hidden and last at least 0")
         if not self.own and self.last:
             raise LoadFailed("lite fuser: in handover every slot is written, so `last` is 0")
+        if not self.own and self.add_only:
+            raise LoadFailed("lite fuser: in handover there is no own KV to add to, so `add_only` is false")
         if not self.own and not self.turns:
             raise LoadFailed("lite fuser: in handover both models need plain rotary positions")
+
+    @property
+    def reads_own(self) -> bool:
+        """The receiver's own KV is among the inputs."""
+        return self.own and not self.add_only
 
     @property
     def turns(self) -> bool:
@@ -80,13 +89,17 @@ class MixShape:
                 int(value["rank"]),
                 int(value["hidden"]),
                 int(value["last"]),
+                bool(value.get("add_only", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LoadFailed(f"lite fuser: its shape in pair.json cannot be read ({error!r})") from error
 
     def as_json(self) -> dict[str, Any]:
         """For `pair.json`."""
-        return {"network": NETWORK, **asdict(self)}
+        said = {"network": NETWORK, **asdict(self)}
+        if not self.add_only:  # absent in every folder that is older than the word
+            del said["add_only"]
+        return said
 
 
 class MixLayer(nn.Module):
@@ -98,7 +111,7 @@ class MixLayer(nn.Module):
         ours = 2 * shape.receiver.heads * shape.receiver.head_size
         rank, hidden = shape.rank, shape.hidden
         self.heads = 2 * shape.receiver.heads
-        self.down = nn.Linear(theirs + (ours if shape.own else 0), rank)
+        self.down = nn.Linear(theirs + (ours if shape.reads_own else 0), rank)
         self.widen = nn.Linear(rank, 2 * hidden, bias=False) if hidden else None
         self.narrow = nn.Linear(hidden, rank, bias=False) if hidden else None
         self.up = nn.Linear(rank, ours)
@@ -164,8 +177,8 @@ class MixNet(nn.Module):
         """(tokens, standardised inputs of either side): 0 for that share of them, drawn, and for the rest what makes up
         for it.
         """
-        rows = [len(self._read) * self.theirs_mean[0].numel(), *([self.ours_mean.numel()] if self.shape.own else [])]
-        drawn = torch.rand(tokens, sum(rows), generator=torch.Generator().manual_seed(seed))
+        inputs = len(self._read) * self.theirs_mean[0].numel() + self.shape.reads_own * self.ours_mean.numel()
+        drawn = torch.rand(tokens, inputs, generator=torch.Generator().manual_seed(seed))
         return (drawn >= share).to(self.theirs_mean.device) / (1 - share)
 
     def forward(self, slots: Slots, keep: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,7 +188,8 @@ class MixNet(nn.Module):
         shape, tokens = self.shape, len(slots.at)
         heads, size = shape.receiver.heads, shape.receiver.head_size
         own = self._side(slots, "ours") if shape.own else None
-        made = [net(rows) for net, rows in zip(self.layers, self._inputs(slots, own, keep), strict=True)]
+        inputs = self._inputs(slots, own if shape.reads_own else None, keep)
+        made = [net(rows) for net, rows in zip(self.layers, inputs, strict=True)]
         base = self.ours_mean.view(1, -1, 2, heads, size) if own is None else own.view(tokens, -1, 2, heads, size)
         # (tokens, layers, K|V, heads, size) -> (layers, K|V, 1, heads, tokens, size)
         scaled = self.scale.view(-1, 2, heads, size) * torch.stack(made, dim=1)
@@ -194,7 +208,7 @@ class MixNet(nn.Module):
             yield rows, wanted[:, layer].flatten(1)
 
     def _inputs(self, slots: Slots, own: Tensor | None, keep: Tensor | None = None) -> Iterator[Tensor]:
-        """By receiver layer (tokens, inputs): the sharer's layers that it reads, then its own rows."""
+        """By receiver layer (tokens, inputs): the sharer's layers that it reads, then its own rows where given."""
         theirs = self._unit(self._side(slots, "theirs", self._read), "theirs", self._read)
         ours = None if own is None else self._unit(own, "ours", range(self.shape.receiver.layers))
         if keep is not None:
