@@ -106,6 +106,8 @@ class Facts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """That the caller's key is bound to; requests of other keys may belong to one by a label."""
     asked: str = ""
     """The name that the caller asked for, where it is not the group's own: an alias, or one that fits a wildcard."""
+    open_ended: bool = False
+    """The caller sets no bound on the answer: it may take whatever the prompt leaves of the context."""
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

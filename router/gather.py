@@ -122,6 +122,7 @@ class Gatherer:
             labels={**call.labels, "tenant": call.tenant.name},
             use_case=call.tenant.use_case,
             asked="" if call.model == model else call.model,
+            open_ended=limit is None,
         )
 
     def _entry(self, id: str, call: Call) -> _Entry:

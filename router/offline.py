@@ -65,6 +65,7 @@ def facts_of(
         conversation=share(identity(call)),
         labels={**(tenant.labeller.told(call) if tenant.labeller else {}), "tenant": tenant.name},
         use_case=tenant.use_case,
+        open_ended=limit is None,
     )
 
 

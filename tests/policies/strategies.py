@@ -90,6 +90,7 @@ def facts(draw: st.DrawFn) -> Facts:
         output_tokens=draw(st.integers(0, 300)),
         needs=frozenset(draw(st.sets(st.sampled_from(FEATURES), max_size=2))),
         has_context=draw(st.booleans()),
+        open_ended=draw(st.booleans()),
         hint=draw(st.sampled_from(("auto", "auto", "text", "cache"))),
         budget_hint_ms=draw(maybe(milliseconds)),
         draw=draw(st.floats(0, 1, exclude_max=True)),

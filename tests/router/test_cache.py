@@ -149,6 +149,32 @@ async def test_text_lane_takes_over(tmp_path: Path, up: Upstream, on_worker: Ups
     assert alone.status == (503 if status in (404, 503) else status)
 
 
+async def test_whether_a_prompt_fits_an_open_ended_answer_is_the_workers_to_say(
+    tmp_path: Path, up: Upstream, on_worker: Upstream
+) -> None:
+    """The estimate of its tokens refuses only what cannot fit; what the worker refuses goes to the fallback."""
+    settings = config(up)
+    settings["model_list"].append(deployment("long", up, "long"))
+    settings["router_settings"]["context_window_fallbacks"] = [{"alone": ["long"]}]
+    words = [{"role": "user", "content": "internationalisation " * 1000}]
+
+    async def refuses(seen: Seen) -> web.StreamResponse:
+        return plain(400, {"error": {"message": "no", "type": "t", "param": None, "code": "context_length_exceeded"}})
+
+    async with router(tmp_path, settings, KnownFleet([worker(on_worker.base)])) as door:
+        fits = await door.post(model="alone", messages=words)
+        on_worker.answers["duo"] = refuses
+        refused = await door.post(model="alone", messages=words)
+        asked = len(on_worker.seen)
+        bounded = await door.post(model="alone", messages=words, max_tokens=256)
+        cannot = await door.post(model="alone", messages=[{"role": "user", "content": "x" * 200_000}])
+    assert (fits.status, fits.headers["x-twolane-transport"]) == (200, "cache")
+    assert asked == 2
+    for spared in (refused, bounded, cannot):
+        assert (spared.status, spared.headers["x-twolane-transport"]) == (200, "text")
+    assert (up.count("long"), len(on_worker.seen)) == (3, asked)
+
+
 async def test_dead_socket_falls_back(tmp_path: Path, up: Upstream) -> None:
     """A worker that died a moment ago costs nothing but the attempt."""
     async with router(tmp_path, config(up), KnownFleet([worker(f"unix:{tmp_path}/gone.sock")])) as door:
@@ -161,6 +187,8 @@ async def test_dead_socket_falls_back(tmp_path: Path, up: Upstream) -> None:
     [
         ({"tools": [{"type": "function"}]}, "needs_unsupported"),
         ({"messages": [{"role": "tool", "content": "42"}]}, "needs_unsupported"),
+        ({"tool_choice": "required"}, "needs_unsupported"),
+        ({"function_call": {"name": "f"}}, "needs_unsupported"),
         ({"response_format": {"type": "json_object"}}, "needs_unsupported"),
         ({"max_tokens": 100_000}, "context_too_long"),
     ],
