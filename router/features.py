@@ -41,7 +41,11 @@ _WHERE = {
     "/responses": "responses",
 }
 """What a door asks of a deployment; all others are passed through."""
-_TELLING = frozenset({"tools", "functions", "logprobs", "top_logprobs", "logit_bias", "response_format", "audio", "n"})
+_CALLING = ("tool_choice", "function_call")
+"""Fields that ask for a call, unless they leave it to the model."""
+_TELLING = frozenset(
+    {"tools", "functions", *_CALLING, "logprobs", "top_logprobs", "logit_bias", "response_format", "audio", "n"}
+)
 """Fields that tell of a feature besides the messages."""
 _MESSAGES = ("messages", "prompt", "input")
 _READ = (*_MESSAGES, "tools", "instructions")
@@ -70,7 +74,7 @@ def needs(call: Call) -> frozenset[str]:
 def _told(fields: dict[str, msgspec.Raw]) -> set[str]:
     """Features that fields other than the messages tell of."""
     found = set()
-    if _set(fields, "tools") or _set(fields, "functions"):
+    if any(_set(fields, name) for name in ("tools", "functions")) or any(_asks_for_call(fields, n) for n in _CALLING):
         found.add("tools")
     if _set(fields, "logprobs") or _set(fields, "top_logprobs"):
         found.add("logprobs")
@@ -83,6 +87,10 @@ def _told(fields: dict[str, msgspec.Raw]) -> set[str]:
     if "n" in fields and bytes(fields["n"]) not in (b"1", b"null"):
         found.add("n")
     return found
+
+
+def _asks_for_call(fields: dict[str, msgspec.Raw], name: str) -> bool:
+    return _set(fields, name) and bytes(fields[name]).strip() != b'"auto"'
 
 
 def _may_mark(messages: bytes) -> bool:

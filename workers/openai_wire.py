@@ -44,6 +44,8 @@ class Body(msgspec.Struct):
     ignore_eos: bool = False
     tools: list[Any] | None = None
     functions: list[Any] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
     response_format: dict[str, Any] | None = None
 
 
@@ -62,6 +64,9 @@ def read_body(data: bytes, *, chat: bool) -> Body:
         raise BadPrompt("prompt is required")
     if body.tools or body.functions:
         raise BadPrompt("a local model cannot call tools")
+    for name in ("tool_choice", "function_call"):
+        if getattr(body, name) not in (None, "none", "auto"):
+            raise BadPrompt(f"{name} asks for a call, and a local model cannot call tools")
     if body.response_format is not None and body.response_format.get("type", "text") != "text":
         raise BadPrompt("a local model cannot be held to a response_format")
     if chat and not isinstance(body.logprobs, bool | None):
