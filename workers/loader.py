@@ -232,6 +232,10 @@ def require_kv(model: Any, shape: KVShape, source: str) -> None:
         )
 
 
+_MOST_LAYERS = 1024
+"""Beyond any model: building the outline of so many takes seconds already."""
+
+
 def refuse_unsupported(config: Any, source: str) -> None:
     """Raise LoadFailed unless every layer keeps plain full-attention KV: one K and V per token for ever."""
     if getattr(config, "is_encoder_decoder", False):
@@ -240,6 +244,14 @@ def refuse_unsupported(config: Any, source: str) -> None:
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if (count := getattr(text, name, None)) is not None and count < 1:
             raise LoadFailed(f"{source}: its config has {name} {count}; at least 1 is needed")
+    if (layers := getattr(text, "num_hidden_layers", None) or 0) > _MOST_LAYERS:
+        raise LoadFailed(f"{source}: its config has num_hidden_layers {layers}; at most {_MOST_LAYERS} are taken")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type", "default")) in ("dynamic", "longrope"):
+        raise LoadFailed(
+            f"{source}: RoPE of type {kind} turns all positions by how long the text is, so the KV of a prefix would "
+            "depend on what follows it and on what else is computed; only fixed frequencies are served"
+        )
     heads, shared = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     if heads and shared and heads % shared:
         raise LoadFailed(f"{source}: its config has {heads} attention heads for {shared} KV heads, which do not divide")

@@ -98,6 +98,20 @@ def test_a_truncated_model_is_the_named_layers_and_shares_their_weights(tiny_fol
             },
             "2 of 3 layers are sliding_attention",
         ),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "RoPE of type dynamic"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "original_max_position_embeddings": 64,
+                    "short_factor": [1.0] * 6,
+                    "long_factor": [2.0] * 6,
+                }
+            },
+            "RoPE of type longrope",
+        ),
+        ({"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers 1000000; at most 1024"),
         ({"model_type": "t5", "is_encoder_decoder": True, "num_layers": 2, "d_model": 8}, "encoder-decoder"),
     ],
 )

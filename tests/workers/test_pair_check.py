@@ -106,6 +106,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other KV heads than its config says": ({"kind": "GPT2", "n_embd": 64}, "keeps 4 layers, with 4 of 16"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "4 attention heads for 3 KV heads"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+    "a million layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000; at most 1024"),
+    "positions that turn by length": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "RoPE of type dynamic",
+    ),
     "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
 }
 
