@@ -159,7 +159,8 @@ class Gatherer:
             unavailable=why,
             region=entry.region,
             pair=self._pair(entry.deployment, holder),
-            context=holder.state.context if holder is not None else None,
+            # What is not loaded has none yet: that nothing fits is not why it cannot answer.
+            context=(holder.state.context or None) if holder is not None else None,
             cannot=entry.cannot,
             estimate=self._estimate(entry, prompt, limit, queue),
             cooling=self._health.cooling(id),

@@ -175,6 +175,18 @@ async def test_whether_a_prompt_fits_an_open_ended_answer_is_the_workers_to_say(
     assert (up.count("long"), len(on_worker.seen)) == (3, asked)
 
 
+async def test_a_pair_that_did_not_load_is_refused_for_that(tmp_path: Path, up: Upstream, on_worker: Upstream) -> None:
+    """It has no context yet; no caller is told that the prompt is too long for it."""
+    held = worker(on_worker.base, ready=False)
+    unloaded = msgspec.structs.replace(held.pairs[0], context=0)
+    fleet = KnownFleet([msgspec.structs.replace(held, pairs=(unloaded,))])
+    async with router(tmp_path, config(up), fleet) as door:
+        for limit in ({}, {"max_tokens": 4}):
+            got = await door.post(model="alone", **limit)
+            assert (got.status, got.error["code"]) == (503, "pair_unavailable")
+            assert "context" not in got.error["message"]
+
+
 async def test_dead_socket_falls_back(tmp_path: Path, up: Upstream) -> None:
     """A worker that died a moment ago costs nothing but the attempt."""
     async with router(tmp_path, config(up), KnownFleet([worker(f"unix:{tmp_path}/gone.sock")])) as door:
