@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.workers.test_families import FAMILIES, made
@@ -100,7 +100,9 @@ def test_prompts_read_in_one_forward_are_read_as_each_alone(
 
 
 @settings(deadline=None, max_examples=12)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6), steps=st.integers(1, 3))
+@example(lengths=[5] * 9, steps=2)
+@example(lengths=[*range(1, 10)], steps=2)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=10), steps=st.integers(1, 3))
 def test_answers_of_any_lengths_go_on_as_each_alone(
     model: Loaded, decoder: PlainDecoder, lengths: list[int], steps: int
 ) -> None:
