@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,10 @@ import msgspec
 from workers.errors import LoadFailed
 
 FORMAT = 1
+_MODES = ("fuse", "handover")
+_SCOPES = ("prompt", "context")
+_DTYPES = ("float32", "bfloat16")
+_LAYERS = re.compile(r"all|[0-9]{1,5}(,[0-9]{1,5})*")
 
 
 class Party(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -208,7 +213,33 @@ def shape_recipe(shape: Shape) -> dict[str, Any]:
 
 def read_pair(folder: Path) -> PairFile:
     """`pair.json` of a folder. Raises LoadFailed naming the file and what is wrong."""
-    return read_as(folder / "pair.json", PairFile)
+    file = folder / "pair.json"
+    found = read_as(file, PairFile)
+    if wrong := _wrong(found):
+        raise LoadFailed(f"{file}: {wrong}")
+    return found
+
+
+def is_plain(name: str) -> bool:
+    """It can name one folder, wherever it is put: nothing in it leads elsewhere."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\")
+
+
+def _wrong(file: PairFile) -> str:
+    """What no pair can be, whoever wrote it; empty where nothing is."""
+    if not is_plain(file.name):
+        return f"name {file.name!r} is not the name of a folder"
+    for what, value, known in (("mode", file.mode, _MODES), ("scope", file.scope, _SCOPES)):
+        if value not in known:
+            return f"{what} is {' or '.join(known)}, not {value!r}"
+    if file.fuser.parameters < 0:
+        return f"fuser.parameters is {file.fuser.parameters}"
+    for role, party in (*(("sharer", party) for party in (file.sharer, *file.others)), ("receiver", file.receiver)):
+        if party.dtype not in _DTYPES:
+            return f"{role}.dtype is {' or '.join(_DTYPES)}, not {party.dtype!r}"
+        if _LAYERS.fullmatch(party.layers) is None:
+            return f"{role}.layers is `all` or numbers between commas, not {party.layers!r}"
+    return ""
 
 
 def read_report(folder: Path) -> Report | None:

@@ -32,7 +32,7 @@ from workers.greedy import answer_logits, read
 from workers.lesson_batch import grouped, summed_loss
 from workers.loader import Loaded
 from workers.muon import Muon
-from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, write
+from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, is_plain, write
 from workers.prompt import Heard
 from workers.together import ALONE, Team
 
@@ -205,13 +205,21 @@ class Trainer:
         while self.step < end:
             loss = self._learn()
             self.step += 1
+            if not math.isfinite(loss):
+                raise self._diverged()
             self.smooth += (loss - self.smooth) / min(20, self.step)
             if tell is not None:
                 pace = (time.monotonic() - began) / (self.step - first)
                 left = pace * (self.recipe.steps - self.step)
                 tell(Progress(self.step, self.recipe.steps, self.smooth, left, self.fuser.change().gates_open))
         self.fuser.train(False)
+        # The loss of a step is that of the weights before it.
+        if not all(bool(t.isfinite().all()) for t in self._parameters):
+            raise self._diverged()
         return self.smooth
+
+    def _diverged(self) -> LoadFailed:
+        return LoadFailed(f"the training diverged at step {self.step}: it computes no numbers; begin with a lower rate")
 
     def _begin(self) -> tuple[float, int]:
         """When, and at which step, this process went to work."""
@@ -391,6 +399,8 @@ def publish(
     """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of all models, or the sharers'
     and the receiver's; `others` are the sharers after the first.
     """
+    if not is_plain(name):
+        raise LoadFailed(f"a pair cannot be called {name!r}: its name is that of a folder")
     theirs, ours = licence if isinstance(licence, tuple) else (licence, licence)
     pair = PairFile(
         format=FORMAT,

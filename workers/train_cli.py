@@ -23,6 +23,8 @@ from workers.fit_linear import Progress as Fitting
 from workers.items import read_items
 from workers.kept import keeping
 from workers.loader import DTYPES, Loader
+from workers.options import SEED, Finite
+from workers.pairs import is_plain
 from workers.together import Elsewhere, Team
 from workers.train import Progress
 from workers.train_pair import MODES, Licences, Plan, Trained, train_pair
@@ -48,10 +50,10 @@ _TELL_EVERY = 60.0
 @click.option("--receiver-layers", help="The same of the receiver.")
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Contexts in a step.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Learning rate. Default: the fuser's own.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--rate", type=Finite(0, 1e9, min_open=True), help="Learning rate. Default: the fuser's own.")
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("--rank", type=click.IntRange(0), default=48, show_default=True, help="Of a lite fuser.")
-@click.option("--muon", type=click.FloatRange(0), help="Rate of matrices; 0: AdamW's. Default: the fuser's own.")
+@click.option("--muon", type=Finite(0, 1e9), help="Rate of matrices; 0: AdamW's. Default: the fuser's own.")
 @click.option(
     "--hidden", type=click.IntRange(0), default=0, show_default=True, help="Of a lite fuser's block; 0: none."
 )
@@ -65,7 +67,7 @@ _TELL_EVERY = 60.0
 )
 @click.option(
     "--dropout",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=Finite(0, 1, max_open=True),
     default=0.0,
     show_default=True,
     help="Share of its inputs that such a fuser is trained without.",
@@ -142,6 +144,9 @@ class Asked:
 
 def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
     kind = options["kind"]
+    name = options["name"] or options["out"].absolute().name
+    if not is_plain(name):
+        raise click.UsageError(f"--name {name!r} is not the name of a folder")
     mode = options["mode"] or MODES[kind][0]
     plan = Plan(
         kind,
@@ -173,7 +178,7 @@ def _asked(options: dict[str, Any], read_fleet: ReadFleet | None) -> Asked:
     return Asked(
         data=options["data"],
         out=options["out"],
-        name=options["name"] or options["out"].absolute().name,
+        name=name,
         parties=(sharer, receiver),
         plan=plan,
         resume=options["resume"],

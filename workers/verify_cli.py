@@ -23,6 +23,7 @@ from workers.engine import Engine
 from workers.errors import WorkerError
 from workers.items import Chosen, read_items
 from workers.loader import Loaded, Loader
+from workers.options import SEED, Finite
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import PairFile, Party, Report
 from workers.pictures import picture, png, require_png
@@ -45,7 +46,7 @@ _CHUNK = 512
     help="A copy of the named data set's parquet branch, where the hub cannot be reached.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Ask at most so many items of each kind (of NAME: each subject).")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws them.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Draws them.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: the pair's folder.")
 @click.option("--png", "as_png", is_flag=True, help="Write report.png too; needs the extra `pictures`.")
 @click.option("--baseline", help="Another model, to be better than at the same memory and time.")
@@ -56,7 +57,7 @@ _CHUNK = 512
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of an answer.")
 @click.option("--hint-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a relay's hint.")
-@click.option("--min-gain", type=float, default=0.0, show_default=True, help="Of a fuse pair, to be verified.")
+@click.option("--min-gain", type=Finite(), default=0.0, show_default=True, help="Of a fuse pair, to be verified.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
 def verify_command(folder: Path, data: str, **options: Any) -> None:

@@ -88,6 +88,17 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert torch.equal(flat(rest), flat(whole))
 
 
+def test_a_last_step_that_breaks_the_weights_is_an_error() -> None:
+    """No later loss would tell of them, and they would be published."""
+    sharer, receiver = tiny_pair()
+    fuser = untrained(sharer, receiver)
+    trainer = Trainer(sharer, receiver, fuser, lesson, Recipe(steps=2))
+    trainer.run(1)
+    next(iter(fuser.net.parameters())).register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(LoadFailed, match="diverged at step 2"):
+        trainer.run()
+
+
 def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     """A checkpoint that does not fit, or is none, raises LoadFailed."""
     sharer, receiver = tiny_pair()

@@ -222,6 +222,35 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, models: tuple[str, st
     result = train(models, data, tmp_path / "c", "--receiver-layers", "first")
     assert (result.exit_code, "names no layers" in result.stderr) == (2, True)
     assert layers_of("0-2,5") == (0, 1, 2, 5)
+    result = train(models, data, tmp_path / "d", "--name", "../other")
+    assert (result.exit_code, "not the name of a folder" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--rate", "--muon", "--dropout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e39"])
+def test_numbers_that_are_none_are_refused(
+    tmp_path: Path, models: tuple[str, str], data: Path, option: str, value: str
+) -> None:
+    """Neither is a rate or a share, and the command says so before it reads a model."""
+    result = train(models, data, tmp_path / "a", option, value)
+    assert (result.exit_code, option in result.stderr, (tmp_path / "a").exists()) == (2, True, False)
+
+
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
+    """It is told as an option out of its range."""
+    result = train(models, data, tmp_path / "a", "--seed", str(2**70))
+    assert (result.exit_code, "--seed" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("kind", [("lite", "fuse"), ("lite", "handover"), ("c2c", "fuse")], ids="-".join)
+def test_a_training_that_diverges_makes_no_pair(
+    tmp_path: Path, models: tuple[str, str], data: Path, kind: tuple[str, str]
+) -> None:
+    """A loss that is no number ends the command with an error."""
+    options = ("--rate", "1e9", "--muon", "0", "--steps", "12", "--fuser", kind[0], "--mode", kind[1])
+    result = train(models, data, tmp_path / "a", *options)
+    assert (result.exit_code, "diverged" in result.stderr) == (1, True), result.output
+    assert not (tmp_path / "a" / "pair.json").exists()
 
 
 def foreign(folder: Path) -> Loaded:
