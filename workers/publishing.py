@@ -29,6 +29,8 @@ def import_official(
     """A checkpoint folder of the official project -> a pair folder. Weights are stored as safetensors, in the dtype
     they came in. Raises LoadFailed: nothing that the official loader would take, or models that it does not fit.
     """
+    if not pairs.is_plain(name):
+        raise LoadFailed(f"a pair cannot be called {name!r}: its name is that of a folder")
     if (out / "pair.json").exists():
         raise LoadFailed(f"{out}: holds a pair already; name a folder of its own, or remove it")
     official = load_official(folder, receiver=receiver.shape, sharer=sharer.shape)
@@ -78,6 +80,8 @@ def export(
     file = _named(file, models or {})
     _require_licences(folder, file)
     version = report.fingerprint if report is not None else f"unproven-{file.fuser.digest[:12]}"
+    if not pairs.is_plain(version):
+        raise LoadFailed(f"{folder}: {version!r}, its report's fingerprint, cannot name a folder")
     place = out / file.name / version
     if place.exists():
         if again and _same(folder, file, place, key):

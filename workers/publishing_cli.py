@@ -43,7 +43,7 @@ def _require_name(by: str, audit: Path | None) -> None:
 def _told() -> Iterator[None]:
     try:
         yield
-    except LoadFailed as error:
+    except (LoadFailed, OSError) as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
 
@@ -82,7 +82,7 @@ def import_command(folder: Path, out: Path, **options: Any) -> None:
             loader.load(ModelConfig.model_validate({"model": named[role], **config})) for role in ("sharer", "receiver")
         )
         licences = Licences(*(options[f"{part}_licence"] for part in ("sharer", "receiver", "fuser", "data")))
-        file = import_official(folder, out, options["name"] or out.name, sharer, receiver, licences)
+        file = import_official(folder, out, options["name"] or out.absolute().name, sharer, receiver, licences)
     click.echo(f"{out}: {file.fuser.kind}, {file.fuser.parameters / 1e6:.2f} M parameters, {file.mode}")
     click.echo(f"It is unproven: twolane pair verify {out} --data FILE")
 
@@ -154,6 +154,8 @@ def withdraw_command(folder: Path, reason: str, by: str, audit: Path | None, und
     A running worker keeps what it has loaded: `twolane stop` is at once.
     """
     _require_name(by, audit)
+    if not reason.strip():
+        raise click.UsageError("--reason says nothing")
     with _told():
         file = pairs.read_pair(folder)
         if undo:

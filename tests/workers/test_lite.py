@@ -157,6 +157,22 @@ def test_altered_weights_are_refused(tmp_path: Path) -> None:
         LiteFuser.from_folder(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("rank", [-1, 9, 10**6, 10**12, 2**64])
+@pytest.mark.parametrize("heads", [2, 0, "2", 10**12])
+def test_a_shape_that_lies_is_refused_before_it_takes_memory(tmp_path: Path, rank: int, heads: int | str) -> None:
+    """Any size may stand in pair.json; it is held against the tensors that are there."""
+    publish_to(tmp_path, stirred())
+    file = tmp_path / "pair.json"
+    pair = json.loads(file.read_bytes())
+    shape = pair["fuser"]["shape"]
+    shape["rank"] = rank
+    for side in ("sharer", "receiver"):
+        shape[side]["heads"] = heads
+    file.write_text(json.dumps(pair))
+    with pytest.raises(LoadFailed, match="shape in pair"):
+        LiteFuser.from_folder(tmp_path, torch.float32)
+
+
 @pytest.mark.parametrize("what", ["weights", "shape", "rank", "kind"])
 def test_a_broken_folder_says_what_is_wrong(tmp_path: Path, what: str) -> None:
     """Missing weights, an unreadable or misfit shape and another kind raise LoadFailed."""

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,64 @@ def test_what_may_not_go_out(tmp_path: Path, twin: Path) -> None:
     refused = pair("export", twin, tmp_path / "out", *NAMED)
     assert (refused.exit_code, "wrong data" in refused.stderr) == (1, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "/tmp/other", "a/b", "a\\b", "a\nb", "a\0b"])
+def test_a_name_leads_nowhere_else(tmp_path: Path, twin: Path, name: str) -> None:
+    """What is no folder's name is refused by whatever reads the pair, and nothing is written anywhere."""
+    _changed(twin, name=name)
+    before = sorted(tmp_path.rglob("*"))
+    refused = pair("export", twin, tmp_path / "out", *NAMED)
+    assert (refused.exit_code, "not the name of a folder" in refused.stderr) == (1, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_version_leads_nowhere_else(tmp_path: Path, twin: Path) -> None:
+    """A report's fingerprint becomes a folder, and may be anything in a pair that somebody else has made."""
+    pairs.write(twin, "report.json", report_for("../../elsewhere"))
+    refused = pair("export", twin, tmp_path / "out", *NAMED)
+    assert (refused.exit_code, "cannot name a folder" in refused.stderr) == (1, True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mode": "both"},
+        {"scope": "everything"},
+        {"sharer": {"dtype": "int4"}},
+        {"receiver": {"layers": "0,x"}},
+        {"receiver": {"layers": ""}},
+        {"fuser": {"parameters": -5}},
+    ],
+    ids=str,
+)
+def test_what_no_pair_can_be_is_refused_by_every_reader(tmp_path: Path, twin: Path, change: dict[str, Any]) -> None:
+    """The error names the file and the member; no command ends in a traceback, no unknown scope is taken for one."""
+    _changed(twin, **change)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "Who?", "answer": "Ann"}')
+    for command in (("verify", twin, "--data", data), ("export", twin, tmp_path / "out", *NAMED)):
+        refused = pair(*command)
+        assert (refused.exit_code, "pair.json: " in refused.stderr) == (1, True), refused.output
+    assert isinstance(refused.exception, SystemExit)
+
+
+def test_commands_that_cannot_write_say_so(tmp_path: Path, twin: Path) -> None:
+    """A file in the way is an error in one line, and a reason that says nothing is none."""
+    (tmp_path / "file").touch()
+    for command in (("export", twin, tmp_path / "file" / "out", *NAMED), ("keygen", tmp_path / "file" / "key")):
+        refused = pair(*command)
+        assert (refused.exit_code, refused.stderr.startswith("twolane: ")) == (1, True), refused.output
+    assert pair("withdraw", twin, "--reason", "  ").exit_code == 2
+    assert not (twin / "withdrawn.json").exists()
+
+
+def _changed(folder: Path, **members: Any) -> None:
+    """Write other members into pair.json, those of a part one by one."""
+    file = folder / "pair.json"
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps(known | {k: known[k] | v if isinstance(v, dict) else v for k, v in members.items()}))
 
 
 def test_a_withdrawn_pair_is_refused(twin: Path, tiny: Loaded) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Change, KVShape, Slots
-from workers.fusers.folder import read_weights, save_weights
+from workers.fusers.folder import fitted, read_weights, save_weights
 from workers.fusers.rope import rotate, unrotate
 
 # Standardised inputs are cut here: the first token's KV stands tens of deviations away from all others'.
@@ -153,11 +153,7 @@ class LiteFuser:
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LiteFuser:
         """From `fuser.safetensors` and the shape in `pair.json`. Raises LoadFailed: missing, altered, or misfit."""
         info, tensors = read_weights(folder, cls.kind)
-        net = LiteNet(LiteShape.read(info.shape))
-        try:
-            net.load_state_dict({name: t.float() for name, t in tensors.items()})
-        except RuntimeError as error:
-            raise LoadFailed(f"{folder}: its tensors do not fit the shape in pair.json ({error})") from error
+        net = fitted(lambda: LiteNet(LiteShape.read(info.shape)), tensors, folder)
         net.requires_grad_(False).to(device)
         return cls(net, dtype, info.digest)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from workers.cache import KVCache
-from workers.errors import KVMismatch, LoadFailed
+from workers.errors import KVMismatch
 from workers.fusers.base import Change, KVShape, Slots
-from workers.fusers.folder import read_weights, save_weights
+from workers.fusers.folder import fitted, read_weights, save_weights
 from workers.fusers.mix_net import MixNet, MixShape
 from workers.fusers.mix_start import begin
 
@@ -104,11 +104,7 @@ def _check_side(role: str, kv: KVCache, shape: KVShape, layers: Sequence[int], t
 
 
 def _loaded(shape: MixShape, tensors: dict[str, Tensor], folder: Path) -> MixNet:
-    net = MixNet(shape)
-    try:
-        net.load_state_dict({name: t.float() for name, t in tensors.items()})
-    except RuntimeError as error:
-        raise LoadFailed(f"{folder}: its tensors do not fit the shape in pair.json ({error})") from error
+    net = fitted(lambda: MixNet(shape), tensors, folder)
     return net.requires_grad_(False).eval()
 
 
