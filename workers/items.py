@@ -93,6 +93,23 @@ class Chosen:
     notes: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
 
+    def once(self) -> Chosen:
+        """Each question once: a second time it proves nothing, and would count towards what a verdict needs."""
+        first: dict[object, Item] = {}
+        for item in self.items:
+            first.setdefault((item.messages, item.safety), item)
+        if not (again := len(self.items) - len(first)):
+            return self
+        note = f"{again} items were left out: they ask what another one asks."
+        return Chosen(list(first.values()), (*self.notes, note), self.seeds)
+
+    def beside(self, learnt: Sequence[Item]) -> Chosen:
+        """Noted how many of them ask what a training has learnt from."""
+        known = {item.messages for item in learnt}
+        seen = sum(item.messages in known for item in self.items)
+        note = f"{seen} of the {len(self.items)} items are among those that the pair was trained on."
+        return Chosen(self.items, (*self.notes, note), self.seeds)
+
     def drawn(self, most: int, seed: int) -> Chosen:
         """At most so many of each kind, in the order they stand in. What is drawn of one depends on no other."""
         by_kind: dict[str, list[int]] = {}
@@ -169,6 +186,8 @@ def _lettered(
     """The question with its choices below it, and the letter of the right one."""
     if not 2 <= len(line.choices) <= len(LETTERS):
         raise LoadFailed(f"{where}: 2 to {len(LETTERS)} choices are expected")
+    if len(set(line.choices)) < len(line.choices):
+        raise LoadFailed(f"{where}: one of the choices stands there twice, so one letter cannot be right")
     right = [LETTERS[line.choices.index(a)] for a in answers if a in line.choices]
     if not right:
         raise LoadFailed(f"{where}: the answer is none of the choices")

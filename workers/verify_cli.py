@@ -20,8 +20,8 @@ from workers.config import Fleet, ModelConfig, PairConfig
 from workers.controls import adapter
 from workers.counterfactual import otherwise, sharers_alone
 from workers.engine import Engine
-from workers.errors import WorkerError
-from workers.items import Chosen, read_items
+from workers.errors import LoadFailed, WorkerError
+from workers.items import Chosen, Item, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.options import SEED, Finite
 from workers.pairing import HeldPair, hold_pair
@@ -53,7 +53,9 @@ _CHUNK = 512
 @click.option("--no-relay", is_flag=True, help="Leave out the text twin, which is the slowest route.")
 @click.option("--control", type=click.Choice(["adapter"]), help="Train the fuser again without its sharer, and ask it.")
 @click.option(
-    "--train-data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What the pair was trained on."
+    "--train-data",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What the pair was trained on.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of an answer.")
 @click.option("--hint-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a relay's hint.")
@@ -67,13 +69,14 @@ def verify_command(folder: Path, data: str, **options: Any) -> None:
     the text twin and the pair answer the same items, and so do controls whose sharer reads another text or says
     nothing. Use items that the pair was not trained on. Exit status 1 when the verdict is not `verified`.
     """
-    if bool(options["control"]) != bool(options["train_data"]):
-        raise click.UsageError("--control adapter and --train-data go together")
+    if options["control"] and not options["train_data"]:
+        raise click.UsageError("--control adapter needs --train-data")
     try:
         if options["as_png"]:
             require_png()
+        _require_place(options["out"] or folder)
         quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-        report = _verify(folder, _items(data, options), options)
+        report = _verify(folder, _items(pairs.read_pair(folder), data, options), options)
     except WorkerError as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
@@ -82,8 +85,17 @@ def verify_command(folder: Path, data: str, **options: Any) -> None:
     sys.exit(0 if report.verdict == "verified" else 1)
 
 
+def _require_place(out: Path) -> None:
+    """Before anything is asked: a report takes long to make. Raises LoadFailed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise LoadFailed(f"{out}: cannot be written to ({error.strerror})") from error
+
+
 def _write(out: Path, report: Report, *, as_png: bool) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     pairs.write(out, "report.json", report)
     (out / "report.txt").write_text(told(report) + "\n", encoding="utf-8")
     (out / "report.svg").write_text(picture(report), encoding="utf-8")
@@ -93,7 +105,7 @@ def _write(out: Path, report: Report, *, as_png: bool) -> None:
         (out / "report.png").unlink(missing_ok=True)  # one of an earlier report would say something else
 
 
-def _items(data: str, options: dict[str, Any]) -> Chosen:
+def _items(file: PairFile, data: str, options: dict[str, Any]) -> Chosen:
     """Of a file, or of a public data set where none is called so. Raises LoadFailed."""
     copy: Path | None = options["data_from"]
     public = None if Path(data).is_file() else named(data)
@@ -107,7 +119,13 @@ def _items(data: str, options: dict[str, Any]) -> Chosen:
         raise click.UsageError(
             f"--data {data}: no such file, and no data set of that name; there are {', '.join(SOURCES)}"
         )
-    return found if options["limit"] is None else found.drawn(options["limit"], options["seed"])
+    learnt: list[Item] = read_items(options["train_data"]) if options["train_data"] else []
+    if not learnt and file.training is not None and file.training.data == digest_of_items(found.items):
+        learnt = found.items
+    found = found.once()
+    if options["limit"] is not None:
+        found = found.drawn(options["limit"], options["seed"])
+    return found.beside(learnt) if learnt else found
 
 
 def hold(folder: Path, loader: Loader) -> tuple[HeldPair, PairFile]:

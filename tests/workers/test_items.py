@@ -54,6 +54,7 @@ def test_what_lines_become(tmp_path: Path) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "Invalid enum value 'tool'"),
         ({"question": "Who?", "choices": ["a", "b"], "answer": "c"}, "none of the choices"),
         ({"question": "Who?", "choices": ["a"], "answer": "a"}, "2 to 26 choices"),
+        ({"question": "Who?", "choices": ["a", "b", "a"], "answer": "a"}, "twice"),
         ({"question": "Who?", "safety": "secret"}, "needs must_not"),
         ({"question": "Who?", "safety": "obey"}, "needs must"),
     ],

@@ -35,7 +35,7 @@ from workers.fusers.c2c import C2CFuser, Official
 from workers.items import LETTERS, Item, Said, digest_of_items, read_items
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair, hold_pair, with_report
-from workers.pairs import FuserInfo, Interval, Report
+from workers.pairs import FuserInfo, Interval, Report, Training
 from workers.pictures import picture, png
 from workers.protocol import PairState
 from workers.prove import Others, compared, f1, mean_interval, measure_pair, report_of, sign_test
@@ -294,6 +294,40 @@ def test_a_control_that_is_trained_without_its_sharer(
     refused = command(tmp_path / "pair", *options, "--train-data", others)
     assert (refused.exit_code, "trained on other items" in refused.stderr) == (1, True)
     assert command(tmp_path / "pair", *options).exit_code == 2
+
+
+def test_a_question_counts_once(tmp_path: Path, tiny: Loaded) -> None:
+    """The same lines over and over prove nothing, however they are labelled; the report says how many there were."""
+    folder = tmp_path / "twin"
+    publish(folder, "twin", tiny, tiny, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
+    rows = [question(i % 2) | {"labels": [str(i)]} for i in range(130)]
+    result = command(folder, "--data", written(tmp_path / "items.jsonl", rows), "--no-relay", "--json")
+    report = msgspec.json.decode(result.stdout, type=Report)
+    assert (result.exit_code, report.verdict, report.n) == (1, "unproven", 2)
+    assert "128 items were left out: they ask what another one asks." in report.notes
+
+
+def test_items_of_the_training_are_told(tmp_path: Path, tiny: Loaded) -> None:
+    """Those that stand in the file it was trained on are counted; the very same items are known by their digest."""
+    folder = tmp_path / "twin"
+    asked, learnt = [question(i) for i in range(4)], [question(i) for i in range(2, 9)]
+    file = written(tmp_path / "asked.jsonl", asked)
+    training = Training(digest_of_items(read_items(file)), 1, 1, 1.0, "cpu")
+    identity = FuserInfo("identity", "identity")
+    publish(folder, "twin", tiny, tiny, identity, mode="handover", scope="prompt", made=DATE, training=training)
+    for options, seen in ((("--train-data", written(tmp_path / "learnt.jsonl", learnt)), 2), ((), 4)):
+        result = command(folder, "--data", file, "--no-relay", "--json", *options)
+        report = msgspec.json.decode(result.stdout, type=Report)
+        assert f"{seen} of the 4 items are among those that the pair was trained on." in report.notes
+
+
+def test_a_place_that_takes_no_report_is_refused_before_anything_is_asked(tmp_path: Path, tiny: Loaded) -> None:
+    """A report takes long to make, and would be lost."""
+    folder = tmp_path / "twin"
+    publish(folder, "twin", tiny, tiny, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
+    data = written(tmp_path / "items.jsonl", [question(0), question(1)])
+    refused = command(folder, "--data", data, "--out", data / "reports")
+    assert (refused.exit_code, "cannot be written to" in refused.stderr, refused.stdout) == (1, True, "")
 
 
 @pytest.mark.parametrize(
