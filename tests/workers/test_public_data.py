@@ -67,7 +67,7 @@ FILES: dict[str, dict[str, list[dict[str, Any]]]] = {
         "ARC-Easy/test": [],
     },
     "openbookqa": {"main/test": [BOOK], "additional/test": [BOOK | {"fact1": "the sun is a star"}]},
-    "mmlu-redux": {"anatomy/test": ANATOMY, "virology/test": [redux(answer=0)]},
+    "mmlu-redux": {"anatomy/test": ANATOMY, "virology/test": [redux(question="1 + 2?", answer=0)]},
     "c-eval": {
         "law/val": [ceval(), ceval(answer="A")],
         "law/test": [ceval(answer="")],
@@ -172,7 +172,7 @@ def test_a_pair_is_verified_by_the_name_of_a_data_set(tmp_path: Path, tiny: Load
     assert report is not None, done.output
     assert (report.n, report.seeds) == (3, (7,))
     assert report.slices["kind:anatomy"]["cache"].n == 2
-    assert any("3 of 7 in all" in note for note in report.notes)
+    assert any("3 of 4 in all" in note for note in report.notes)
     unknown = CliRunner().invoke(main, [*verify, "--data", "mmlu"])
     assert (unknown.exit_code, "there are arc-challenge, arc-easy, c-eval" in unknown.stderr) == (2, True)
     mixed = CliRunner().invoke(main, [*verify, "--data", "x.jsonl", "--data-from", str(data)])
