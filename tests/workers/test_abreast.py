@@ -42,6 +42,21 @@ def pair_of(sharer: Loaded, receiver: Loaded, chunk: int = 64) -> Paired:
     return Paired("fused", sharer, receiver, fuser, mode="fuse", scope="prompt", store=None, chunk=chunk)
 
 
+def read_by(forwards: Forwards, pair: Paired, ids: tuple[int, ...]) -> Prefilled:
+    """A whole prompt; no step reads more than one chunk in all."""
+    steps = pair.prefill(Prompt(ids, 0), None)
+    with torch.inference_mode():
+        while True:
+            try:
+                coming = next(steps)
+            except StopIteration as end:
+                found: Prefilled = end.value
+                return found
+            if isinstance(coming, tuple):
+                assert sum(len(chunk.ids) for chunk in coming) <= pair.chunk
+                forwards.read(coming)
+
+
 @contextlib.contextmanager
 def before_each_forward(hook: Callable[[], object], *models: Loaded) -> Iterator[None]:
     hooks = [m.model.get_decoder().layers[0].register_forward_pre_hook(lambda _m, _in: hook()) for m in models]
@@ -85,17 +100,7 @@ def test_numbers_are_those_of_reading_in_turn(tiny: Loaded, other: Loaded, size:
     """KV and logits of a fused prompt, up to rounding; a turn reads no more than one chunk in all."""
     pair, ids = pair_of(other, tiny), some_ids(size, size)
     expected, forwards = finish(pair, Prompt(ids, 0)), Forwards(pack=False)
-    steps = pair.prefill(Prompt(ids, 0), None)
-    with torch.inference_mode():
-        while True:
-            try:
-                coming = next(steps)
-            except StopIteration as end:
-                found: Prefilled = end.value
-                break
-            if isinstance(coming, tuple):
-                assert sum(len(chunk.ids) for chunk in coming) <= pair.chunk
-                forwards.read(coming)
+    found = read_by(forwards, pair, ids)
     forwards.close()
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip((*found.kv.keys, *found.kv.values), (*expected.kv.keys, *expected.kv.values), strict=True):
@@ -232,14 +237,5 @@ def test_streams_of_a_device_give_the_same_numbers(tiny_folder: Path, other_fold
     tiny, other = (Loader("cuda").load(ModelConfig(model=str(folder))) for folder in (tiny_folder, other_folder))
     pair, ids = pair_of(other, tiny, 512), some_ids(200)
     expected, forwards = finish(pair, Prompt(ids, 0)), Forwards(pack=True)
-    steps = pair.prefill(Prompt(ids, 0), None)
-    with torch.inference_mode():
-        while True:
-            try:
-                coming = next(steps)
-            except StopIteration as end:
-                found: Prefilled = end.value
-                break
-            if isinstance(coming, tuple):
-                forwards.read(coming)
+    found = read_by(forwards, pair, ids)
     torch.testing.assert_close(found.logits, expected.logits)
