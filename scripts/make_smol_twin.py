@@ -13,8 +13,8 @@ from pathlib import Path
 from scripts.train_smol_reader import SHARER
 from workers.fusers.identity import IdentityFuser
 from workers.loader import Loader
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
-from workers.train import publish
 
 
 def main() -> None:

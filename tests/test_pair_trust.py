@@ -18,8 +18,8 @@ from tests.workers.test_publishing import held, report_for
 from workers import pairs
 from workers.config import ModelConfig
 from workers.loader import Loader
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
-from workers.train import publish
 
 PAIRS = ("ours", "theirs", "nobodys", "forged")
 CONFIG = """

@@ -18,8 +18,9 @@ from workers.kept import KEEP_BYTES, keeping
 from workers.loader import Loaded, Loader
 from workers.pairing import hold_pair
 from workers.pairs import PairFile, Training
+from workers.plan import Plan
 from workers.runtime import Paired, Runtime
-from workers.train_pair import Plan, fit_pair, train_pair
+from workers.train_pair import fit_pair, train_pair
 
 
 def adapter(

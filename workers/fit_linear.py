@@ -31,9 +31,9 @@ from workers.fusers.linear import LinearFuser, LinearShape, bare_rows
 from workers.fusers.rope import unrotate
 from workers.greedy import read
 from workers.loader import Loaded
+from workers.pair_file import publish
 from workers.pairs import FuserInfo, PairFile
 from workers.prompt import render
-from workers.train import publish
 
 _HELD_OUT_EVERY = 8
 _RIDGES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -88,7 +88,7 @@ class Fitted:
     def publish(
         self, folder: Any, name: str, sharer: Loaded, receiver: Loaded, *, mode: str, scope: str, **more: Any
     ) -> PairFile:
-        """Write the pair's folder; `more` is what `workers.train.publish` takes. Raises LoadFailed as `fuser` does."""
+        """Write the pair's folder; `more` is what `workers.pair_file.publish` takes. Raises as `fuser` does."""
         stored = self.fuser(mode, receiver.dtype).save(folder)
         info = FuserInfo(stored.kind, stored.digest, stored.shape.as_json(), stored.parameters)
         return publish(folder, name, sharer, receiver, info, mode=mode, scope=scope, **more)
@@ -144,7 +144,11 @@ def fit(
             pace = (time.monotonic() - began) / seen
             tell(Progress(seen, recipe.tokens, pace * max(0, recipe.tokens - seen)))
     if not held or (moments is None and not scouts):
-        raise LoadFailed("a linear fuser needs at least two texts: one to fit, one to judge on")
+        more = f"more than {recipe.tokens} tokens" if seen >= recipe.tokens else "more items"
+        raise LoadFailed(
+            f"a linear fuser needs at least two texts, one to fit and one to judge on, and was given {len(scouts)} "
+            f"({seen} tokens): let it read {more}"
+        )
     moments = moments or _begin(scouts, held, recipe.top, receiver.shape.head_size)
     tensors, r2 = moments.solve(held)
     shape = LinearShape(

@@ -15,9 +15,9 @@ from workers import pairs, sealing
 from workers.errors import LoadFailed
 from workers.fusers.c2c import load_official
 from workers.loader import Loaded
+from workers.pair_file import publish
 from workers.pairs import FuserInfo, PairFile, Party, Report
 from workers.report_text import told
-from workers.train import publish
 from workers.train_pair import Licences
 
 _REPORT = ("report.json", "report.txt", "report.svg", "report.png")

@@ -32,7 +32,6 @@ from workers.greedy import answer_logits, read
 from workers.lesson_batch import grouped, summed_loss
 from workers.loader import Loaded
 from workers.muon import Muon
-from workers.pairs import FORMAT, FuserInfo, PairFile, Party, Training, is_plain, write
 from workers.prompt import Heard
 from workers.together import ALONE, Team
 
@@ -379,55 +378,3 @@ def answer_loss(receiver: Loaded, kv: KVCache, asks: Sequence[Ask]) -> torch.Ten
     logits = answer_logits(receiver, kv, [ask.rest for ask in asks], [ask.answer for ask in asks])
     wanted = torch.tensor([token for ask in asks for token in ask.answer], device=logits.device)
     return F.cross_entropy(logits.float(), wanted)
-
-
-def publish(
-    folder: Path,
-    name: str,
-    sharer: Loaded,
-    receiver: Loaded,
-    fuser: FuserInfo,
-    *,
-    mode: str,
-    scope: str,
-    made: str,
-    licence: str | tuple[str | None, str | None] | None = None,
-    data_licence: str | None = None,
-    others: Sequence[Loaded] = (),
-    training: Training | None = None,
-) -> PairFile:
-    """Write `pair.json`: the models by their digests, and the fuser. `licence` is that of all models, or the sharers'
-    and the receiver's; `others` are the sharers after the first.
-    """
-    if not is_plain(name):
-        raise LoadFailed(f"a pair cannot be called {name!r}: its name is that of a folder")
-    theirs, ours = licence if isinstance(licence, tuple) else (licence, licence)
-    pair = PairFile(
-        format=FORMAT,
-        name=name,
-        mode=mode,
-        scope=scope,
-        sharer=_party(sharer, theirs),
-        receiver=_party(receiver, ours),
-        fuser=fuser,
-        others=tuple(_party(model, theirs) for model in others),
-        made=made,
-        data_licence=data_licence,
-        training=training,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder, "pair.json", pair)
-    return pair
-
-
-def _party(loaded: Loaded, licence: str | None) -> Party:
-    identity = loaded.identity
-    return Party(
-        model=loaded.source,
-        weights=loaded.digests.weights,
-        tokenizer=loaded.digests.tokenizer,
-        template=loaded.digests.template,
-        dtype=identity["dtype"],
-        layers=identity["layers"],
-        licence=licence,
-    )

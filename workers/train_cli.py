@@ -25,9 +25,10 @@ from workers.kept import keeping
 from workers.loader import DTYPES, Loader
 from workers.options import SEED, Finite
 from workers.pairs import is_plain
+from workers.plan import MODES, Plan
 from workers.together import Elsewhere, Team
 from workers.train import Progress
-from workers.train_pair import MODES, Licences, Plan, Trained, train_pair
+from workers.train_pair import Licences, Trained, train_pair
 
 _TELL_EVERY = 60.0
 """Seconds without a line, at most, where there is no terminal."""

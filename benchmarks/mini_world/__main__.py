@@ -34,7 +34,7 @@ from benchmarks.mini_world.prepare import MOST, GateFailed, Gates, Plan, prepare
 from benchmarks.mini_world.report import report_of, table
 from benchmarks.mini_world.world import Size
 from workers.items import read_items
-from workers.train_pair import Plan as Training
+from workers.plan import Plan as Training
 
 HERE = Path(__file__).parent
 QUICK = Plan(

@@ -17,8 +17,9 @@ from workers.engine import Engine
 from workers.items import Item, read_items
 from workers.loader import Loader
 from workers.pairing import HeldPair
+from workers.plan import Plan
 from workers.prove import Measured, measure_pair, report_of
-from workers.train_pair import Plan, train_pair
+from workers.train_pair import train_pair
 from workers.verify_cli import hold
 
 ROUTES = ("receiver", "sharer", "relay", "cache", "shuffled", "zero")

@@ -10,7 +10,7 @@ from benchmarks.mini_world.prepare import Prepared
 from benchmarks.mini_world.world import KINDS
 from workers.errors import LoadFailed
 from workers.items import read_items
-from workers.train_pair import Plan
+from workers.plan import Plan
 
 _C2C = Plan("c2c", "fuse", "prompt", steps=300, batch=16)
 _LITE = Plan(

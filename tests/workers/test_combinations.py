@@ -12,8 +12,8 @@ from workers.config import Fleet, ModelConfig, PairConfig, RedisConfig, StoreCon
 from workers.fit_linear import Recipe, encoded, fit
 from workers.fusers.lite import LiteShape, copied_layers, fresh
 from workers.loader import Loader
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
-from workers.train import publish
 
 MODES, SCOPES = ("fuse", "handover"), ("prompt", "context")
 BOTH = {"fuse": "", "handover": ""}

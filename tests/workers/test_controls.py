@@ -21,8 +21,9 @@ from workers.greedy import read
 from workers.items import Item, read_items
 from workers.loader import Loaded, Loader
 from workers.pairs import Report
+from workers.plan import Plan
 from workers.runtime import Paired
-from workers.train_pair import Plan, fit_pair, train_pair
+from workers.train_pair import fit_pair, train_pair
 
 WORDS = ("tide", "harbour", "ledger", "France", "buyer", "item", "date", "sale", "hour", "capital")
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]

@@ -20,8 +20,8 @@ from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Fuser, KVShape
 from workers.fusers.linear import LinearFuser, LinearShape
 from workers.fusers.rope import rotate, unrotate
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
-from workers.train import publish
 
 SHAPE = LinearShape(KVShape(4, 2, 16, 1e4), KVShape(2, 3, 8, 1e5), ((0, 1), (2, 3)), (0.9, 0.7), least=0.5, blend=0.5)
 

@@ -19,8 +19,8 @@ from workers.errors import KVMismatch, LoadFailed
 from workers.fusers.base import Fuser, KVShape
 from workers.fusers.lite import LiteFuser, LiteShape, copied_layers, fresh
 from workers.greedy import read
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
-from workers.train import publish
 
 SHARER, RECEIVER = KVShape(4, 2, 16, 1e4), KVShape(2, 2, 16, 1e4)
 SHAPE = LiteShape(SHARER, RECEIVER, (0, 3), rank=8)

@@ -25,12 +25,12 @@ from workers.greedy import answers, read
 from workers.jobs import Event
 from workers.loader import Loaded, Loader
 from workers.matched_runtime import MatchedPair
+from workers.pair_file import publish
 from workers.pairing import hold_pair
 from workers.pairs import FuserInfo, read_pair
 from workers.prompt import Message, Prompt, chat_ids
 from workers.runtime import Alone, Keep
 from workers.store import KVStore
-from workers.train import publish
 
 CHATS: list[list[Message]] = [
     [{"role": "user", "content": text}]

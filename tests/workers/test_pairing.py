@@ -20,12 +20,12 @@ from workers.fusers.linear import LinearFuser, LinearShape
 from workers.fusers.lite import LiteShape, fresh
 from workers.holdings import Holdings
 from workers.loader import Loaded, Loader
+from workers.pair_file import publish
 from workers.pairing import hold_pair
 from workers.pairs import FuserInfo
 from workers.prompt import Prompt
 from workers.protocol import PairState
 from workers.store import KVStore
-from workers.train import publish
 
 LAYERS = (0, 2)
 

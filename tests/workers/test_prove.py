@@ -34,6 +34,7 @@ from workers.fusers import c2c_write
 from workers.fusers.c2c import C2CFuser, Official
 from workers.items import LETTERS, Item, Said, digest_of_items, read_items
 from workers.loader import Loaded, Loader
+from workers.pair_file import publish
 from workers.pairing import HeldPair, hold_pair, with_report
 from workers.pairs import FuserInfo, Interval, Report, Training
 from workers.pictures import picture, png
@@ -41,7 +42,6 @@ from workers.protocol import PairState
 from workers.prove import Others, compared, f1, mean_interval, measure_pair, report_of, sign_test
 from workers.report_text import told
 from workers.store import KVStore
-from workers.train import publish
 from workers.verify import Evidence, judge
 
 WORDS = ("tide", "harbour", "ledger", "France", "buyer", "item", "date", "sale", "hour", "capital")

@@ -19,9 +19,9 @@ from workers import pairs
 from workers.errors import LoadFailed
 from workers.items import Chosen, Item, Said
 from workers.loader import Loaded
+from workers.pair_file import publish
 from workers.pairs import FuserInfo
 from workers.public_data import BRANCH, SOURCES, load_public, named
-from workers.train import publish
 
 ROOT = Path(__file__).parents[2]
 

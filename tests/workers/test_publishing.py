@@ -23,9 +23,9 @@ from workers.errors import LoadFailed
 from workers.fusers.c2c import load_official
 from workers.hub import brief
 from workers.loader import Loaded, Loader
+from workers.pair_file import publish
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import FuserInfo, Interval, Report
-from workers.train import publish
 
 LICENCES = tuple(f"--{part}-licence=MIT" for part in ("sharer", "receiver", "fuser", "data"))
 SHARER, RECEIVER = (f"--{role}={ALIGNED / role}" for role in ("sharer", "receiver"))

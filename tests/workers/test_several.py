@@ -26,12 +26,12 @@ from workers.errors import LoadFailed
 from workers.fusers.c2c import C2CFuser
 from workers.fusers.several import JointFuser
 from workers.loader import Loader
+from workers.pair_file import publish
 from workers.pairing import hold_pair
 from workers.pairs import FuserInfo
 from workers.prompt import Prompt
 from workers.runtime import Alone, Paired
 from workers.store import KVStore
-from workers.train import publish
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "e2e" / "multi_sharer"
 IDS = tuple(json.loads((GOLDEN / "expected.json").read_text())["input_ids"][0])

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from workers import together
 from workers.config import ModelConfig
 from workers.pairs import read_pair
+from workers.plan import Plan
 from workers.train_cli import Asked, work
-from workers.train_pair import Licences, Plan
+from workers.train_pair import Licences
 
 WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer", "item"]
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w * (i + 1)} for i, w in enumerate(WORDS)]

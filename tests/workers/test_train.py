@@ -13,8 +13,9 @@ from workers.errors import LoadFailed
 from workers.fusers.lite import LiteFuser, LiteShape, fresh
 from workers.greedy import answer_logits, answers, expand, read
 from workers.loader import Loaded
+from workers.pair_file import publish
 from workers.pairs import FuserInfo, read_pair
-from workers.train import Ask, Lesson, Progress, Recipe, Trainer, answer_loss, publish
+from workers.train import Ask, Lesson, Progress, Recipe, Trainer, answer_loss
 
 
 def lesson(step: int) -> Lesson:

@@ -31,9 +31,10 @@ from workers.loader import Loaded, Loader
 from workers.matched_runtime import MatchedPair
 from workers.matching import Matcher
 from workers.pairing import hold_pair
+from workers.plan import MODES, Plan
 from workers.train import Ask, Lesson, Progress, Recipe, Trainer
 from workers.train_cli import Asked, layers_of, work
-from workers.train_pair import MODES, Licences, Plan, train_pair
+from workers.train_pair import Licences, train_pair
 
 WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer"]
 ROWS = [{"context": f"Item {i} is {w}.", "question": "What is it?", "answer": w} for i, w in enumerate(WORDS)]
@@ -224,6 +225,58 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, models: tuple[str, st
     assert layers_of("0-2,5") == (0, 1, 2, 5)
     result = train(models, data, tmp_path / "d", "--name", "../other")
     assert (result.exit_code, "not the name of a folder" in result.stderr) == (2, True)
+
+
+IDLE = {
+    "hidden": ("--hidden", "8"),
+    "last": ("--last", "1"),
+    "deepest": ("--deepest", "1"),
+    "dropout": ("--dropout", "0.5"),
+    "muon": ("--muon", "0.01"),
+}
+
+
+@pytest.mark.parametrize("kind", ["lite", "c2c", "linear"])
+def test_an_option_that_would_change_nothing_is_refused(
+    tmp_path: Path, models: tuple[str, str], data: Path, kind: str
+) -> None:
+    """What only the general lite network has is refused by name where another fuser is made: between models of one KV
+    size lite hands over by its first network.
+    """
+    for name, option in IDLE.items():
+        result = train(models, data, tmp_path / "a", "--fuser", kind, *option)
+        assert (result.exit_code, f"has no use for --{name}; " in result.stderr) == (1, True), result.stderr
+    result = train(models, data, tmp_path / "a", "--fuser", kind, *IDLE["last"], *IDLE["hidden"])
+    assert "has no use for --hidden, --last; " in result.stderr
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mode", "fuse", "--rank", "0"), "--rank 0 leaves nothing"),
+        (("--mode", "fuse", "--deepest", "4"), "--deepest 4: the sharer has 3 layers"),
+        (("--mode", "handover", "--last", "1"), "--last is for mode fuse"),
+    ],
+)
+def test_what_the_general_network_cannot_be_is_refused(
+    tmp_path: Path, models: tuple[str, str], data: Path, options: tuple[str, ...], said: str
+) -> None:
+    """It is told by the option, before anything is written."""
+    unlike = str(make_model(tmp_path / "unlike", hidden=64, kv_heads=1))
+    result = train((models[0], unlike), data, tmp_path / "a", *options)
+    assert (result.exit_code, said in result.stderr, (tmp_path / "a").exists()) == (1, True, False), result.stderr
+
+
+def test_too_few_texts_for_a_linear_fuser(tmp_path: Path, models: tuple[str, str], data: Path) -> None:
+    """It says what it has read, and whether items or tokens were too few."""
+    few = train(models, data, tmp_path / "a", "--fuser", "linear", "--tokens", "2")
+    assert (few.exit_code, "given 1 (42 tokens): let it read more than 2 tokens" in few.stderr) == (1, True)
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(ROWS[0]))
+    few = train(models, one, tmp_path / "a", "--fuser", "linear")
+    assert (few.exit_code, "(42 tokens): let it read more items" in few.stderr) == (1, True)
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("option", ["--rate", "--muon", "--dropout"])
