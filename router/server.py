@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import structlog
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from router.errors import RouterError
+from router.errors import BadRequest, RouterError
 from router.http import Header, first_of_each, head_lines, refuse
 
 log = structlog.get_logger("twolane.router")
+
+HEAD = 64 * 2**10
+"""Bytes that a request's head may have, and its trailers."""
+PATIENCE = 30.0
+"""Seconds that a head may take to come; and that a body may rest, once or twice as long, before its next byte."""
 
 
 class Hot(Protocol):
@@ -147,6 +152,32 @@ class Exchange:
         connection.on_response_complete()
 
 
+class Unframed(Exchange):
+    """One by HTTP/1.0, which knows no chunks: an answer in pieces ends with the connection."""
+
+    __slots__ = ()
+
+    def __init__(self, connection: HotProtocol, path: str, headers: dict[bytes, bytes]) -> None:
+        super().__init__(connection, path, headers)
+        self.keep_alive = False
+
+    async def begin(self, status: int, lines: bytes) -> None:
+        if not self.disconnected:
+            self._begun = True
+            self._connection.transport.write(self._head(status, lines) + b"\r\n")
+
+    def push(self, body: bytes) -> bool:
+        if body and not self.disconnected:
+            self._connection.transport.write(body)
+        return not self._connection.flow.write_paused
+
+    async def end(self, body: bytes) -> None:
+        await self.room()
+        self._task = None
+        if not self.disconnected:
+            self._end(body)
+
+
 class HotProtocol(HttpToolsProtocol):
     """One connection. `of` gives the class for who answers."""
 
@@ -168,6 +199,15 @@ class HotProtocol(HttpToolsProtocol):
         """Answered, and nothing was asked since."""
         self._since = 0.0
         self._alarm: asyncio.TimerHandle | None = None
+        self._unread = 0
+        """Bytes of a head, or of trailers, that are not whole yet."""
+        self._reading: Literal["", "head", "body"] = ""
+        """Which part of a request is still to come."""
+        self._reads = 0
+        self._seen = -1
+        """What `_reads` was when the alarm last found the same request not whole."""
+        self._patient = True
+        """The alarm is not set for a connection that rests."""
 
     def common_lines(self) -> bytes:
         """The headers of every answer, as lines; uvicorn makes new ones each second."""
@@ -175,6 +215,32 @@ class HotProtocol(HttpToolsProtocol):
         if headers is not self._common[0]:
             self._common = (headers, head_lines(headers))
         return self._common[1]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._alarm = self.loop.call_later(PATIENCE, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
+        self._reads += 1
+        super().data_received(data)
+        if self._unread > HEAD:
+            # The parser has no bound of its own: a head without end would fill memory.
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no request that can be read, in OpenAI's shape; the connection ends."""
+        if self.transport.is_closing():
+            return
+        if self._unread > HEAD:
+            said = f"The request's head exceeds {HEAD} bytes."
+            error = BadRequest(said, status=431, code="head_too_large")
+        else:
+            error = BadRequest("The request is not HTTP/1.1.", code="invalid_http")
+        body = error.body()
+        lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + self.common_lines() + lines + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         exchange = self._exchange
@@ -197,12 +263,17 @@ class HotProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         self.flow.resume_reading()
         self._rests, self._since = True, time.monotonic()
+        if self._patient and self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if self._alarm is None:
+            self._patient = False
             self._alarm = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def _look(self) -> None:
         self._alarm = None
         if not self._rests:
+            self._hurry()
             return
         left = self._since + self.timeout_keep_alive - time.monotonic()
         if left > 0:
@@ -210,25 +281,44 @@ class HotProtocol(HttpToolsProtocol):
         else:
             self.timeout_keep_alive_handler()
 
+    def _hurry(self) -> None:
+        """End a connection that has asked for nothing, or whose head is slow or body rests; look again at others."""
+        if self._reads and not self._reading:  # it is being answered
+            return
+        if not self._reads or (self._seen >= 0 and (self._reading == "head" or self._reads == self._seen)):
+            self.timeout_keep_alive_handler()
+            return
+        self._seen = self._reads
+        self._patient = True
+        self._alarm = self.loop.call_later(PATIENCE, self._look)
+
     # -- httptools
 
     def on_message_begin(self) -> None:
         self._rests = False
+        self._reading = "head"
+        self._seen = -1
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
+        if self._unread > HEAD and len(self.url) + sum(len(n) + len(v) for n, v in self.headers) > HEAD:
+            raise ValueError("the head is too large")  # and the parser gives up
+        self._unread = 0
+        self._reading = "body"
         path = self._hot.get(self.url)
         headers = first_of_each(self.headers)
-        if path is None or not self._takes(headers):
+        kind = None if path is None else self._way(headers)
+        if path is None or kind is None:
             self._by_asgi()
             return
         # uvicorn asks of what it takes for its own cycle only what `Exchange` has as well.
-        self._exchange = exchange = Exchange(self, path, headers)
+        self._exchange = exchange = kind(self, path, headers)
         self.cycle = exchange  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
+        self._unread = 0
         exchange = self._exchange
         if exchange is None or self.cycle is not exchange:  # type: ignore[comparison-overlap]
             super().on_body(body)
@@ -236,15 +326,18 @@ class HotProtocol(HttpToolsProtocol):
             exchange.body = exchange.body + body if exchange.body else body
 
     def on_message_complete(self) -> None:
+        self._unread = 0
+        self._reading = ""
         exchange = self._exchange
         if exchange is None or self.cycle is not exchange:  # type: ignore[comparison-overlap]
             super().on_message_complete()
         else:
             exchange.begins()
 
-    def _takes(self, headers: Mapping[bytes, bytes]) -> bool:
+    def _way(self, headers: Mapping[bytes, bytes]) -> type[Exchange] | None:
+        """None leaves it to ASGI."""
         length = headers.get(b"content-length", b"")
-        return (
+        if not (
             length.isdigit()
             and len(length) < 9
             and int(length) <= min(HIGH_WATER_LIMIT, self.answering.max_body)
@@ -252,9 +345,15 @@ class HotProtocol(HttpToolsProtocol):
             and not self.expect_100_continue
             and b"upgrade" not in headers
             and self.parser.get_method() == b"POST"
-            and self.parser.should_keep_alive()
-            and self.parser.get_http_version() == "1.1"
-        )
+        ):
+            return None
+        match self.parser.get_http_version():
+            case "1.1":
+                return Exchange if self.parser.should_keep_alive() else None
+            case "1.0":
+                return Unframed
+            case _:
+                return None
 
     def _by_asgi(self) -> None:
         url, expected, headers = self.url, self.expect_100_continue, self.headers
@@ -262,3 +361,4 @@ class HotProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expected
         self.headers = self.scope["headers"] = headers
         super().on_headers_complete()
+        self.headers = []  # where trailers go: they are no headers, and no proxy in front of us has looked at them

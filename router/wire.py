@@ -38,8 +38,11 @@ def read_body(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         body.decode()
         return _fields.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise BadRequest("The body must be a JSON object.", code="invalid_json") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body must be a JSON object: {error}.", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        what = "it is compressed" if body.startswith(b"\x1f\x8b") else f"byte {error.start} is not UTF-8"
+        raise BadRequest(f"The body must be a JSON object: {what}.", code="invalid_json") from None
     except RecursionError:
         raise BadRequest(TOO_DEEP, code="invalid_json") from None
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from router.server import Exchange
+from router import server
+from router.server import HEAD, Exchange
 from router.transports.stream import Stream
 from tests.router.gateway import KEY, Router, Seen, Upstream, chunk, deployment, plain, router, until, upstream
 
@@ -68,10 +69,11 @@ def post(body: bytes = BODY, *lines: str, version: str = "1.1", sized: bool = Tr
     return head.encode() + b"\r\n\r\n" + body
 
 
-def chunked(body: bytes) -> bytes:
+def chunked(body: bytes, *trailers: str) -> bytes:
     pieces = [body[at : at + 7] for at in range(0, len(body), 7)]
     framed = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-    return post(framed + b"0\r\n\r\n", "transfer-encoding: chunked", sized=False)
+    last = b"".join(trailer.encode() + b"\r\n" for trailer in trailers)
+    return post(framed + b"0\r\n" + last + b"\r\n", "transfer-encoding: chunked", sized=False)
 
 
 WAYS = {
@@ -80,6 +82,7 @@ WAYS = {
     "closing": post(BODY, "connection: close"),
     "1.0": post(BODY, version="1.0"),
     "expect": post(BODY, "expect: 100-continue"),
+    "trailers": chunked(BODY, "x-twolane-transport: none", "x-twolane-deployment: none"),
     "twice": post(BODY, "x-twolane-transport: text", "x-twolane-transport: cache"),
     "long": post(json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi" * 40_000}]}).encode()),
 }
@@ -300,3 +303,79 @@ async def test_idle_connections_end_after_their_last_answer(tmp_path: Path, up: 
             assert (await connection.answer())[0] == 200
         assert await connection.reader.read() == b""
         assert loop.time() - asked > 0.99
+
+
+@pytest.mark.parametrize("keep", [(), ("connection: keep-alive",)])
+async def test_a_stream_by_http_1_0_has_no_chunks(door: Router, up: Upstream, keep: tuple[str, ...]) -> None:
+    """Who speaks HTTP/1.0 gets the events as they are, and the end of the connection after the last."""
+    up.answers["m"] = lambda seen: seen.stream(chunk("a"), chunk("b", "stop"))
+    async with wire(door) as own:
+        own.writer.write(post(STREAM, *keep, version="1.0"))
+        head, _, body = (await own.reader.read()).partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert (lines[0], lines[-1]) == (b"HTTP/1.1 200 OK", b"connection: close")
+    assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in lines)
+    assert body.split(b"\n\n")[-2:] == [b"data: [DONE]", b""]
+
+
+OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+HEADS = {
+    "one header without end": OPENING + b"x-a: " + b"a" * (HEAD + 100),
+    "headers without end": OPENING + b"x-a: b\r\n" * (HEAD // 6),
+    "a path without end": b"POST /" + b"a" * (HEAD + 100),
+    "whole, and too large": OPENING + b"x-a: " + b"a" * (HEAD + 1) + b"\r\n\r\n",
+    "trailers without end": chunked(BODY)[:-2] + b"x-a: b\r\n" * (HEAD // 5),
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00",
+}
+
+
+@pytest.mark.parametrize("sent", HEADS)
+async def test_heads_are_bounded_and_refused_in_openais_shape(door: Router, up: Upstream, sent: str) -> None:
+    """What is no head that can be read, or one without end, is refused before it fills memory."""
+
+    async def never(seen: Seen) -> web.StreamResponse:
+        raise AssertionError("it was passed on")
+
+    up.answers["m"] = never
+    async with wire(door) as own:
+        for at in range(0, len(HEADS[sent]), HEAD // 4):
+            own.writer.write(HEADS[sent][at : at + HEAD // 4])
+            await asyncio.sleep(0.01)
+        status, headers, body = await own.answer()
+        assert await own.reader.read() == b"", "and nothing more"
+    code = "invalid_http" if sent == "no HTTP" else "head_too_large"
+    assert (status, json.loads(body)["error"]["code"]) == (400 if sent == "no HTTP" else 431, code)
+    assert headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("sent", [b"", post()[:30], post()[:-5], chunked(BODY)[:-30]])
+async def test_a_silent_caller_does_not_hold_a_connection(
+    door: Router, up: Upstream, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that asks for nothing, or for half of something, ends; one whose request comes slowly does not."""
+    monkeypatch.setattr(server, "PATIENCE", 0.1)
+    async with wire(door) as silent, wire(door) as slow, asyncio.timeout(5):
+        silent.writer.write(sent)
+        slow.writer.write(post()[:-10])
+        for byte in post()[-10:-1]:
+            await asyncio.sleep(0.05)
+            slow.writer.write(bytes([byte]))
+        assert await silent.reader.read() == b""
+        slow.writer.write(post()[-1:])
+        assert (await slow.answer())[0] == 200
+
+
+async def test_a_long_answer_outlasts_the_patience_with_requests(
+    door: Router, up: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has asked may wait for as long as the answer takes."""
+    monkeypatch.setattr(server, "PATIENCE", 0.05)
+
+    async def later(seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(0.3)
+        return plain()
+
+    up.answers["m"] = later
+    async with wire(door) as own:
+        own.writer.write(post())
+        assert (await own.answer())[0] == 200
