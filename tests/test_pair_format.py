@@ -1,10 +1,12 @@
-"""docs/pair-format.md: a second reader, written from the page in numpy, agrees with ours on the vectors."""
+"""docs/pair-format.md: a second reader, which knows the page alone, agrees with ours on what a folder means."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,129 +14,28 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from safetensors.numpy import load_file
-from safetensors.torch import load_file as load_torch
+from safetensors.torch import load_file
 
+from tests import second_reader
 from workers import pairs, sealing
 from workers.cache import KVCache
+from workers.errors import LoadFailed
 from workers.fusers.linear import LinearFuser
 from workers.fusers.lite import LiteFuser
 from workers.fusers.mix import MixFuser
 
 VECTORS = Path(__file__).parent / "vectors"
-Array = Any
+NAMES = ["lite", "mix", "mix-fuse", "mix-add-fuse", "linear", "linear-fuse"]
 
 
-def turned(keys: Array, start: int | Array, theta: float, sign: float) -> Array:
-    """(…, tokens, size): dimension i with i + size/2; from `start` on, or at the positions given."""
-    tokens, size = keys.shape[-2:]
-    at = np.arange(start, start + tokens) if isinstance(start, int) else start
-    angles = np.outer(at, theta ** (-2 * np.arange(size // 2) / size))
-    cos, sin = np.cos(angles), sign * np.sin(angles)
-    a, b = keys[..., : size // 2], keys[..., size // 2 :]
-    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-
-
-def rows(k: Array, v: Array) -> Array:
-    """(layers, K|V, tokens, heads side by side)."""
-    both = np.stack((k, v), axis=1)
-    return both.transpose(0, 1, 3, 2, 4).reshape(*both.shape[:2], both.shape[3], -1)
-
-
-def read_by_hand(folder: Path) -> tuple[Array, Array]:
-    """The receiver's K and V as the page says."""
-    info = json.loads((folder / "pair.json").read_text())
-    shape, sharer, receiver = info["fuser"]["shape"], *(info["fuser"]["shape"][r] for r in ("sharer", "receiver"))
-    # numpy has no bfloat16: the bytes are widened, and nothing else of torch is used here.
-    w = {name: t.float().numpy() for name, t in load_torch(folder / "fuser.safetensors").items()}
-    given = load_file(folder / "vector.safetensors")
-    start = int(given["start"])
-    if shape.get("network") == "mix":
-        return by_hand_mix(shape, w, given, start)
-    x = rows(turned(given["source.k"].astype(float), start, sharer["rope_theta"], -1), given["source.v"])
-    made = by_hand_lite(shape, w, x) if info["fuser"]["kind"] == "lite" else by_hand_linear(shape, w, x, start)
-    layers, _, tokens, _ = made.shape
-    made = made.reshape(layers, 2, tokens, receiver["heads"], receiver["head_size"]).transpose(0, 1, 3, 2, 4)
-    keys, values = turned(made[:, 0], start, receiver["rope_theta"], 1), made[:, 1]
-    if info["mode"] == "fuse":
-        opened = np.array([c >= shape["least"] for c in shape["cosine"]])[:, None, None, None] * shape["blend"]
-        keys = given["own.k"] + opened * (keys - given["own.k"])
-        values = given["own.v"] + opened * (values - given["own.v"])
-    return keys, values
-
-
-def by_hand_lite(shape: dict[str, Any], w: dict[str, Array], x: Array) -> Array:
-    mean, deviation = w["mean"][:, :, None], w["deviation"][:, :, None]
-    u = np.clip((x - mean) / deviation, -6, 6)
-    rank, found = shape["rank"], []
-    for layer, c in enumerate(shape["copied"]):
-        down = w["down"][layer * rank : (layer + 1) * rank]
-        code = u.transpose(2, 0, 1, 3).reshape(x.shape[2], -1) @ down.T
-        joint = np.stack(np.split(code @ w["up"][layer], 2, axis=1))
-        change = np.stack([u[c, i] @ w["direct"][layer, i] + w["bias"][layer, i] for i in range(2)]) + joint
-        found.append(x[c] + deviation[c] * change)
-    return np.stack(found)
-
-
-def by_hand_mix(shape: dict[str, Any], w: dict[str, Array], given: dict[str, Array], start: int) -> tuple[Array, Array]:
-    sharer, receiver, tokens = shape["sharer"], shape["receiver"], given["source.k"].shape[2]
-    heard_at = given.get("heard_at", np.arange(start, start + tokens))
-    x = rows(turned(given["source.k"].astype(float), heard_at, sharer["rope_theta"], -1), given["source.v"])
-    u = np.clip((x - w["theirs_mean"][:, :, None]) / w["theirs_deviation"][:, :, None], -6, 6)
-    base, mine = (
-        np.broadcast_to(w["ours_mean"][:, :, None], (*w["ours_mean"].shape[:2], tokens, w["scale"].shape[2])),
-        None,
-    )
-    if shape["own"]:
-        base = rows(turned(given["own.k"].astype(float), start, receiver["rope_theta"], -1), given["own.v"])
-        if not shape.get("add_only", False):
-            mine = np.clip((base - w["ours_mean"][:, :, None]) / w["ours_deviation"][:, :, None], -6, 6)
-    found = []
-    for layer, reads in enumerate(shape["reads"]):
-        inputs = u[reads].transpose(2, 0, 1, 3).reshape(tokens, -1)
-        if mine is not None:
-            inputs = np.concatenate((inputs, mine[layer].transpose(1, 0, 2).reshape(tokens, -1)), axis=1)
-        part = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items()}
-        code = inputs @ part["down.weight"].T + part["down.bias"]
-        if shape["hidden"]:
-            even = code / np.sqrt((code**2).mean(1, keepdims=True) + np.finfo(np.float32).eps)
-            gated, value = np.split(even @ part["widen.weight"].T, 2, axis=1)
-            code = code + (gated / (1 + np.exp(-gated)) * value) @ part["narrow.weight"].T
-        gate = 2 / (1 + np.exp(-(code @ part["gate.weight"].T + part["gate.bias"])))
-        y = (code @ part["up.weight"].T + part["up.bias"]).reshape(tokens, gate.shape[1], -1) * gate[:, :, None]
-        change = y.reshape(tokens, 2, -1).transpose(1, 0, 2)
-        found.append(base[layer] + w["scale"][layer][:, None] * change)
-    made = (
-        np.stack(found)
-        .reshape(len(found), 2, tokens, receiver["heads"], receiver["head_size"])
-        .transpose(0, 1, 3, 2, 4)
-    )
-    keys, values = turned(made[:, 0], start, receiver["rope_theta"], 1), made[:, 1]
-    if shape["last"]:
-        kept = tokens - shape["last"]
-        keys[:, :, :kept], values[:, :, :kept] = given["own.k"][:, :, :kept], given["own.v"][:, :, :kept]
-    return keys, values
-
-
-def by_hand_linear(shape: dict[str, Any], w: dict[str, Array], x: Array, start: int) -> Array:
-    found = []
-    for layer, reads in enumerate(shape["layers"]):
-        inputs = np.concatenate([x[i] for i in reads], axis=-1)
-        y = np.stack([inputs[i] @ w["weight"][layer, i] + w["bias"][layer, i] for i in range(2)])
-        if start == 0:
-            y[:, 0] += w["first"][layer]
-        found.append(y)
-    return np.stack(found)
-
-
-@pytest.mark.parametrize("name", ["lite", "mix", "mix-fuse", "mix-add-fuse", "linear", "linear-fuse"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_second_reader_agrees(name: str) -> None:
-    """What numpy makes of the folder by the page is the vector, and so is what our reader makes."""
+    """What plain Python makes of the folder by the page is the vector, and so is what our reader makes."""
     folder = VECTORS / name
+    numbers, _ = second_reader.read_tensors(folder / "vector.safetensors")
+    for made, kind in zip(second_reader.Pair(folder).project(numbers), "kv", strict=True):
+        np.testing.assert_allclose(made, numbers[f"expected.{kind}"], rtol=1e-4, atol=1e-4)
     given = load_file(folder / "vector.safetensors")
-    keys, values = read_by_hand(folder)
-    np.testing.assert_allclose(keys, given["expected.k"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(values, given["expected.v"], rtol=1e-4, atol=1e-4)
     file = pairs.read_pair(folder)
     fuser: Any
     start = int(given["start"])
@@ -145,16 +46,90 @@ def test_a_second_reader_agrees(name: str) -> None:
     else:
         fuser = LinearFuser.from_folder(folder, torch.float32, mode=file.mode)
     parts = {part: _kv(given, part) for part in ("source", "own") if f"{part}.k" in given}
-    heard_at = (torch.from_numpy(given["heard_at"]),) if "heard_at" in given else ()
+    heard_at = (given["heard_at"],) if "heard_at" in given else ()
     made = fuser.project(parts["source"], parts.get("own"), start, *heard_at)
-    torch.testing.assert_close(torch.cat(made.keys), torch.from_numpy(given["expected.k"]))
-    torch.testing.assert_close(torch.cat(made.values), torch.from_numpy(given["expected.v"]))
-    digest = hashlib.sha256((folder / "fuser.safetensors").read_bytes()).hexdigest()
-    assert digest == json.loads((folder / "pair.json").read_text())["fuser"]["digest"]
+    torch.testing.assert_close(torch.cat(made.keys), given["expected.k"])
+    torch.testing.assert_close(torch.cat(made.values), given["expected.v"])
 
 
-def _kv(given: dict[str, Array], part: str) -> KVCache:
-    return KVCache(*(list(torch.from_numpy(given[f"{part}.{kind}"]).split(1)) for kind in "kv"))
+def _kv(given: dict[str, torch.Tensor], part: str) -> KVCache:
+    return KVCache(*(list(given[f"{part}.{kind}"].split(1)) for kind in "kv"))
+
+
+def altered(folder: Path, change: str) -> None:
+    """One thing in the folder that the page forbids."""
+    file, weights = folder / "pair.json", folder / "fuser.safetensors"
+    said = json.loads(file.read_text())
+    match change:
+        case "another format":
+            said["format"] = 2
+        case "a mode that is none":
+            said["mode"] = "both"
+        case "a shape that the tensors lack":
+            said["fuser"]["shape"]["receiver"]["layers"] += 1
+        case "a number of the weights":
+            held = weights.read_bytes()
+            weights.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    written = json.dumps(said)
+    if change == "a member twice":
+        written = written.replace('"mode": ', '"mode": "fuse", "mode": ', 1)
+    if change == "a member twice, deep":
+        written = written.replace('"rank": ', '"rank": 1, "rank": ', 1)
+    if change == "a member that is not known":
+        written = written.replace("{", '{"later": {"a": [1]}, ', 1)
+    file.write_text(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ("nothing", False),
+        ("a member that is not known", False),
+        ("another format", True),
+        ("a mode that is none", True),
+        ("a shape that the tensors lack", True),
+        ("a number of the weights", True),
+        ("a member twice", True),
+        ("a member twice, deep", True),
+    ],
+)
+def test_both_readers_refuse_what_the_page_forbids(tmp_path: Path, change: str, refused: bool) -> None:
+    """And take what it allows."""
+    folder = Path(shutil.copytree(VECTORS / "lite", tmp_path / "lite"))
+    altered(folder, change)
+    with pytest.raises(second_reader.Refused) if refused else nullcontext():
+        second_reader.Pair(folder)
+    with pytest.raises(LoadFailed) if refused else nullcontext():
+        LiteFuser.from_folder(folder, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["report.json", "signature.json", "withdrawn.json"])
+def test_no_file_of_a_pair_says_a_thing_twice(tmp_path: Path, name: str) -> None:
+    """A member that stands twice is refused by its name in every file, and so is JSON that nests without an end."""
+    read = {"report.json": pairs.read_report, "signature.json": sealing.signer_of, "withdrawn.json": sealing.withdrawn}
+    (tmp_path / "pair.json").write_text("{}")
+    whole = {"report.json": REPORT, "signature.json": SIGNATURE, "withdrawn.json": WITHDRAWN}[name]
+    for written, said in (
+        (json.dumps(whole)[:-1] + ', "date": "2026-01-01", "date": "2026-01-02"}', "'date' stands there twice"),
+        (json.dumps(whole)[:-1] + ', "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    ):
+        (tmp_path / name).write_text(written)
+        with pytest.raises(LoadFailed, match=said):
+            read[name](tmp_path)
+
+
+REPORT = {
+    "format": 1,
+    "fingerprint": "f",
+    "mode": "fuse",
+    "verdict": "verified",
+    "reason": "",
+    "numerics": "float32",
+    "data": "d",
+    "n": 1,
+}
+SIGNATURE = {"format": 1, "key": "00", "signature": ""}
+WITHDRAWN = {"reason": "r", "by": "b"}
 
 
 def test_the_fingerprint_is_what_the_page_says() -> None:

@@ -255,17 +255,34 @@ def write(folder: Path, name: str, value: msgspec.Struct) -> None:
     aside.rename(folder / name)
 
 
+class _Twice(ValueError):
+    """A member stands twice in one object."""
+
+
+def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) < len(members):
+        names = [name for name, _ in members]
+        raise _Twice(f"{next(name for name in found if names.count(name) > 1)!r} stands there twice")
+    return found
+
+
 T = TypeVar("T")
 
 
 def read_as(file: Path, kind: type[T]) -> T:
     """One file of a pair's folder. Raises LoadFailed."""
     try:
-        value = msgspec.json.decode(file.read_bytes(), type=kind)
+        written = file.read_bytes()
+        value = msgspec.json.decode(written, type=kind)
+        # What stands twice is one thing to one reader and another to the next, under one digest and one signature.
+        json.loads(written, object_pairs_hook=_once)
     except OSError as error:
         raise LoadFailed(f"{file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, _Twice) as error:
         raise LoadFailed(f"{file}: {error}") from error
+    except RecursionError as error:
+        raise LoadFailed(f"{file}: its JSON is nested too deeply") from error
     if getattr(value, "format", FORMAT) != FORMAT:
         raise LoadFailed(f"{file}: format {getattr(value, 'format', '?')}, this release reads format {FORMAT}")
     return value
