@@ -1,4 +1,4 @@
-"""Advice: what a configuration may say, but should not. For `twolane check`."""
+"""Advice: what a configuration may say, but should not. For `twolane check`, and in part for the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def advise(settings: Settings, file: Path) -> list[Note]:
     if isinstance(settings.tenants, Path):
         for tenant in tenant_files(settings.tenants):
             found += _written(source.read(tenant.read_text(encoding="utf-8"), tenant.name), f"{tenant.name}: ")
-    return found + list(_fallbacks(settings))
+    return found + list(nowhere(settings))
 
 
 def _written(file: Source, before: str = "") -> Iterator[Note]:
@@ -49,13 +49,15 @@ def _or_digest(path: Path_) -> str:
     return " or sha256:HEX" if _name(path) in ("key", "keys") else ""
 
 
-def _fallbacks(settings: Settings) -> Iterator[Note]:
+def nowhere(settings: Settings) -> Iterator[Note]:
+    """Names in `router_settings` and its like that no model group has."""
     routing = settings.routing
     named: list[tuple[str, str]] = [("default_fallbacks", g) for g in routing.default_fallbacks]
     for name in ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks"):
         for group, others in getattr(routing, name).items():
             named += [(name, g) for g in (*others, *(() if group == "*" else (group,)))]
     named += [("model_group_alias", target) for target in routing.aliases.values()]
+    named += [("model_group_retry_policy", group) for group in routing.group_retry_policy]
     for key, group in named:
         if settings.group(group) is None:
             yield key, f"{key} names {group!r}, which is not a model group of model_list"

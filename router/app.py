@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from router import settings as config
 from router.admins import Admins
+from router.advice import nowhere
 from router.audit import Audit
 from router.audit_house import open_audit, sweep_for_ever
 from router.backups import unbacked
@@ -128,6 +129,8 @@ class App:
         self.parts.lane.configure(settings)
         self.endpoint.dispatcher = dispatcher
         self.endpoint.max_body = settings.max_body_bytes
+        if settings.digest != old.digest:
+            _name(settings)
         told = {"added": change.added, "removed": change.removed, "changed": change.changed}
         log.info("reloaded", who=who, tenants=told, deployments=len(settings.model_list))
         after = self.parts.tenants.digests
@@ -377,6 +380,14 @@ def _among(settings: Settings, member: Member) -> Fleet:
     return member_fleet(settings, member)
 
 
+def _name(settings: Settings) -> None:
+    """What the file says without effect."""
+    for finding in settings.findings:
+        log.warning("unsupported", finding=str(finding))
+    for _, note in nowhere(settings):
+        log.warning("leads_nowhere", finding=note)
+
+
 def _spare_memory() -> None:
     """What a request leaves behind is counted, not traced: look for cycles less often, yet before they add up.
 
@@ -392,8 +403,7 @@ def serve(settings: Settings, path: Path | str, among: str | None = None) -> Non
     path = Path(path)
     written = settings.log.format
     configure_logging(settings.log.level, format="console" if written == "text" else written)
-    for finding in settings.findings:
-        log.warning("unsupported", finding=str(finding))
+    _name(settings)
     for problem in unbacked(settings, path):
         log.warning("no_backup", problem=problem)
     member = None if among is None else Member.decode(among)

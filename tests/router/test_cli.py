@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,27 @@ def test_check_names_what_has_no_effect(tmp_path: Path) -> None:
         assert part in result.stderr
     assert "sk-plain" not in result.output
     assert run("check", file, "--strict").exit_code == 1
+
+
+def test_the_start_names_what_has_no_effect(tmp_path: Path) -> None:
+    """Keys that do nothing here and names that lead nowhere are told when the router starts, not by check alone."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model_list:\n- {model_name: g, litellm_params: {model: m}}\ngeneral_settings: {alerting: [slack]}\n"
+        "router_settings: {fallbacks: [{g: [nobody]}, {stranger: [g]}], default_fallbacks: [none]}\n"
+        f"state_dir: {tmp_path}/state\naudit: {{dir: {tmp_path}/audit}}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "router.cli", "serve", "--config", str(file), "--port"]
+        ended = subprocess.run(
+            [*command, str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60, check=False
+        )
+    told = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    assert ended.returncode != 0, "the port is taken"
+    found = [(line["event"], line["finding"]) for line in told if "finding" in line]
+    assert [event for event, _ in found] == ["unsupported"] + ["leads_nowhere"] * 3
+    for (_, finding), part in zip(found, ("alerting", "'none'", "'nobody'", "'stranger'"), strict=True):
+        assert part in finding
 
 
 @pytest.mark.parametrize(
