@@ -17,6 +17,7 @@ from router.settings import ConfigError, Settings, load
 from workers import hub, pairs, sealing
 from workers.config import ModelConfig, PairConfig
 from workers.errors import LoadFailed
+from workers.pairs import Change
 
 
 class PairCommands(Commands):
@@ -114,35 +115,46 @@ def show_command(config: Path, name: str, check: bool, as_json: bool) -> None:
         click.echo(f"twolane: {config}: no pair is called {name!r}; there are: {known}", err=True)
         sys.exit(1)
     found = _listed(pair, settings)
-    changed = _changed(pair, settings, found) if check else []
+    changed = _changed(pair, settings, found) if check else None
     if as_json:
-        click.echo(json.dumps(_data(found) | ({"changed": changed} if check else {})))
+        told = {"changed": [change.what for change in changed]} if changed is not None else {}
+        click.echo(json.dumps(_data(found) | told))
     else:
-        click.echo("\n".join([*_told(found), *_told_changes(found, changed, check)]))
+        checked = _told_changes(changed) if check else []
+        click.echo("\n".join([*_told(found), *checked, *_told_retraining(found, changed)]))
     sys.exit(1 if changed else 0)
 
 
-def _changed(pair: PairConfig, settings: Settings, found: Listed) -> list[str]:
-    """What of its models is not as in `pair.json`."""
+def _changed(pair: PairConfig, settings: Settings, found: Listed) -> list[Change] | None:
+    """What of its models is not as in `pair.json`; None where there is none to hold them against."""
     if found.file is None:
-        return []
+        return None
     # Reads weights: torch is loaded for it and for nothing else here.
     base_check = import_module("workers.base_check")
     try:
         parties = [settings.fleet.model(ref) for ref in pair.parties]
-        changed: list[str] = base_check.changed(_folder(pair.fuser), parties, settings.fleet.model(pair.receiver))
+        changed: list[Change] = base_check.changed(_folder(pair.fuser), parties, settings.fleet.model(pair.receiver))
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
     return changed
 
 
-def _told_changes(found: Listed, changed: list[str], checked: bool) -> list[str]:
-    lines = [f"  CHANGED: {what}; workers refuse the pair" for what in changed]
-    if checked and not changed:
-        lines.append("  its models are those that it was made for")
-    again = found.file.retraining if found.file else ""
-    return lines + ([f"  {again}"] if again else [])
+def _told_changes(changed: list[Change] | None) -> list[str]:
+    if changed is None:
+        return ["  not checked: it has no pair.json that names its models by digest"]
+    if not changed:
+        return ["  its models are those that it was made for"]
+    follows = {True: "workers refuse the pair", False: "it is unproven"}
+    return [f"  CHANGED: {change.what}; {follows[change.refused]}" for change in changed]
+
+
+def _told_retraining(found: Listed, changed: list[Change] | None) -> list[str]:
+    if again := found.file.retraining if found.file else "":
+        return [f"  {again}"]
+    if any(change.refused for change in changed or ()):
+        return ["  what training it took was not recorded: `twolane pair check SHARER RECEIVER` estimates it"]
+    return []
 
 
 def _load(path: Path) -> Settings:

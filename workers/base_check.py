@@ -8,19 +8,25 @@ from workers import pairs
 from workers.config import ModelConfig
 from workers.errors import LoadFailed
 from workers.loader import digests, locate
-from workers.pairs import Party
+from workers.pairs import Change, Party
+
+_GRADED = "chat template"
 
 
-def changed(folder: Path, sharers: list[ModelConfig], receiver: ModelConfig) -> list[str]:
-    """What of the models differs from `pair.json`, in words; empty where a worker would take the pair. Raises
-    LoadFailed.
-    """
+def changed(folder: Path, sharers: list[ModelConfig], receiver: ModelConfig) -> list[Change]:
+    """Empty where a worker would take the pair as it was proven. Raises LoadFailed."""
     file = pairs.read_pair(folder)
+    if (count := 1 + len(file.others)) > len(sharers):
+        return [Change(f"the number of sharers ({count} in pair.json, {len(sharers)} here)", refused=True)]
     named: list[tuple[str, Party, ModelConfig]] = [
         *(("sharer", party, model) for party, model in zip((file.sharer, *file.others), sharers, strict=False)),
         ("receiver", file.receiver, receiver),
     ]
-    return [f"the {role}'s {part}" for role, party, model in named for part in _different(party, model)]
+    return [
+        Change(f"the {role}'s {part}", refused=part != _GRADED)
+        for role, party, model in named
+        for part in _different(party, model)
+    ]
 
 
 def _different(party: Party, model: ModelConfig) -> list[str]:
@@ -34,4 +40,5 @@ def _different(party: Party, model: ModelConfig) -> list[str]:
     found = digests(place, tokenizer)
     parts = [part for part in ("weights", "tokenizer") if getattr(party, part) != getattr(found, part)]
     layers = "all" if model.layers is None else ",".join(map(str, model.layers))
-    return parts + (["layers"] if layers != party.layers else [])
+    parts += ["layers"] if layers != party.layers else []
+    return parts + ([_GRADED] if party.template != found.template else [])

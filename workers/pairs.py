@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -164,6 +165,16 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """By route."""
     slices: dict[str, dict[str, Interval]] = {}
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What of a model differs from `pair.json`."""
+
+    what: str
+    """In words."""
+    refused: bool
+    """By workers; else the pair is unproven."""
 
 
 def is_sharer(route: str) -> bool:

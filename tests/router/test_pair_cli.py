@@ -100,6 +100,14 @@ def test_show_tells_digests_and_figures(config: Path) -> None:
     assert json.loads(run("show", "--config", config, "reader", "--json").stdout)["name"] == "reader"
 
 
+@pytest.mark.parametrize("name", ["twin", "remote"])
+def test_what_names_no_models_is_not_called_unchanged(config: Path, name: str) -> None:
+    """Of an identity pair, or of a fuser that is not here, --check says that there is nothing to check by."""
+    told = run("show", "--config", config, name, "--check")
+    assert (told.exit_code, "not checked: it has no pair.json" in told.stdout) == (0, True)
+    assert "changed" not in json.loads(run("show", "--config", config, name, "--check", "--json").stdout)
+
+
 def test_what_cannot_be_read_is_said_and_is_not_verified(config: Path, tmp_path: Path) -> None:
     """A torn report, or a folder with nothing in it, is named; the other pairs are still listed."""
     (tmp_path / "reader" / "report.json").write_text("{")

@@ -239,7 +239,9 @@ def test_versions_stand_side_by_side(tmp_path: Path, twin: Path) -> None:
 
 
 def test_a_changed_base_model_is_told_with_what_retraining_takes(tmp_path: Path, other_folder: Path) -> None:
-    """`show --check` reads the models' files: all well, then a weight changes, the worker refuses and show says why."""
+    """`show --check` reads the models' files: all well, then a template changes, which is a doubt, then a weight, and
+    the worker refuses and show says why.
+    """
     model, data, folder = tmp_path / "model", tmp_path / "items.jsonl", tmp_path / "made"
     make_model(model, seed=4)
     data.write_text('{"context": "Item 1 is tide.", "question": "What is it?", "answer": "tide"}')
@@ -250,6 +252,10 @@ def test_a_changed_base_model_is_told_with_what_retraining_takes(tmp_path: Path,
     config.write_text(f"model_list: []\npairs:\n- {{name: made, {named}, fuser: {folder}}}\n")
     fine = pair("show", "made", "--config", config, "--check")
     assert (fine.exit_code, "are those that it was made for" in fine.stdout) == (0, True)
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# other #}")
+    doubted = pair("show", "made", "--config", config, "--check")
+    assert (doubted.exit_code, "CHANGED: the receiver's chat template; it is unproven" in doubted.stdout) == (1, True)
     make_model(model, seed=5)
     changed = pair("show", "made", "--config", config, "--check")
     assert changed.exit_code == 1
@@ -258,6 +264,10 @@ def test_a_changed_base_model_is_told_with_what_retraining_takes(tmp_path: Path,
     assert json.loads(pair("show", "made", "--config", config, "--check", "--json").stdout)["changed"] == [
         "the receiver's weights"
     ]
+    said = json.loads((folder / "pair.json").read_text())
+    del said["training"]
+    (folder / "pair.json").write_text(json.dumps(said))
+    assert "not recorded" in pair("show", "made", "--config", config, "--check").stdout
     parties = {role: ModelConfig(model=str(at)) for role, at in (("sharer", other_folder), ("receiver", model))}
     wanted = PairConfig(name="made", fuser=str(folder), **parties)
     with pytest.raises(LoadFailed, match="the receiver's weights are not those"):
