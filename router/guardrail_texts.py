@@ -14,6 +14,13 @@ Place = tuple[Any, Any]
 
 _PART_TEXTS = ("text", "refusal")
 _MESSAGE_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+_NAMES = frozenset(
+    {"role", "name", "id", "type", "status", "tool_call_id", "call_id", "index", "format", "detail", "phase"}
+    | {"signature", "encrypted_content", "cache_control", "annotations", "logprobs", "image_url"}
+)
+"""Of messages, items and their parts: what names things, is sealed, says again what is said, or is read elsewhere."""
+_UNREAD = frozenset({"audio", "input_audio", "file", "input_file"})
+"""Parts that say what cannot be read here."""
 
 
 class Unreadable(ValueError):
@@ -94,6 +101,32 @@ def of_answer(body: dict[str, Any]) -> Texts:
     return found
 
 
+def add_events(found: Texts, events: Sequence[dict[str, Any]]) -> None:
+    """Add what events of `/responses` say and `found` does not, pieces put together. Raises Unreadable.
+
+    What is added stands in no answer, so that nothing comes of writing to it.
+    """
+    beside, pieces = Texts(), dict[tuple[Any, ...], str]()
+    for event in events:
+        if isinstance(event.get("delta"), str):
+            of = tuple(
+                event.get(name) for name in ("type", "item_id", "output_index", "content_index", "summary_index")
+            )
+            pieces[of] = pieces.get(of, "") + event["delta"]
+        if isinstance(event.get("response"), dict):
+            answer = of_answer(event["response"])
+            beside.places += answer.places
+            found.images += [image for image in answer.images if image not in found.images]
+        if event.get("item") is not None:
+            _item(beside, event["item"])
+        if event.get("part") is not None:
+            _parts(beside, [event["part"]])
+        _others(beside, event, ("delta", "response", "item", "part", "item_id", "obfuscation"))
+    known = set(found.read)
+    more = [text for text in dict.fromkeys((*pieces.values(), *beside.read)) if text not in known]
+    found.places += ((more, index) for index in range(len(more)))
+
+
 def _message(found: Texts, message: Any, where: str) -> None:
     if not isinstance(message, dict):
         raise Unreadable(where)
@@ -105,8 +138,13 @@ def _message(found: Texts, message: Any, where: str) -> None:
     for call in _list(message.get("tool_calls") or [], "tool_calls"):
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             _text(found, call["function"], "arguments")
+        elif isinstance(call, dict):
+            _others(found, call)
     if isinstance(message.get("function_call"), dict):
         _text(found, message["function_call"], "arguments")
+    if isinstance(message.get("audio"), dict) and message["audio"].keys() - {"id"}:
+        raise Unreadable(where)
+    _others(found, message, (*_MESSAGE_TEXTS, "tool_calls", "function_call", "audio"))
 
 
 def _item(found: Texts, item: Any) -> None:
@@ -119,6 +157,7 @@ def _item(found: Texts, item: Any) -> None:
         else:
             _text(found, item, name)
     _text(found, item, "arguments")
+    _others(found, item, ("content", "summary", "output", "arguments"))
 
 
 def _parts(found: Texts, parts: list[Any]) -> None:
@@ -126,8 +165,11 @@ def _parts(found: Texts, parts: list[Any]) -> None:
         if isinstance(part, str):
             found.places.append((parts, index))
         elif isinstance(part, dict):
+            if part.get("type") in _UNREAD:
+                raise Unreadable(part["type"])
             for name in _PART_TEXTS:
                 _text(found, part, name)
+            _others(found, part, _PART_TEXTS)
             found.images.extend(_image(part))
 
 
@@ -183,6 +225,18 @@ def _all(found: Texts, value: Any, but: Sequence[str] = ()) -> None:
             found.places.append((value, key))
         else:
             _all(found, inner)
+
+
+def _others(found: Texts, value: Any, but: Sequence[str] = ()) -> None:
+    """Every text at any depth that has no name we know: servers have words of their own, `reasoning_details` or so."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if key in but or key in _NAMES:
+            continue
+        if isinstance(inner, str):
+            found.places.append((value, key))
+        else:
+            _others(found, inner)
 
 
 def _plain(found: Texts, body: dict[str, Any], name: str) -> None:

@@ -20,7 +20,7 @@ import structlog
 from router.call import Call, Raw, Reply
 from router.errors import BadRequest, RouterError
 from router.guardrail_config import GuardrailConfig, GuardrailParams, Stage
-from router.guardrail_texts import Texts, Unreadable, of_answer, of_raw_answer, of_request
+from router.guardrail_texts import Texts, Unreadable, add_events, of_answer, of_raw_answer, of_request
 from router.transcript import transcript
 from router.transports.openai_http import Pools
 from router.wire import DONE, Splitter
@@ -184,8 +184,10 @@ class Guardrails:
 
     async def _checked_body(self, guardrails: list[_Guardrail], call: Call, raw: bytes) -> bytes:
         body, texts = _read(raw)
-        changed = await self._checked(guardrails, texts, call, "response")
-        return msgspec.json.encode(body) if changed else raw
+        if not await self._checked(guardrails, texts, call, "response"):
+            return raw
+        _forget_tokens(body)
+        return msgspec.json.encode(body)
 
     async def _checked_raw(self, guardrails: list[_Guardrail], call: Call, reply: Reply) -> bytes:
         if reply.frames is not None:
@@ -196,7 +198,7 @@ class Guardrails:
             body = msgspec.json.decode(reply.body)
             texts = of_raw_answer(call.path, body)
         except (msgspec.DecodeError, Unreadable):
-            raise GuardrailFailed("The answer is of a shape that guardrails cannot read.") from None
+            raise _foreign() from None
         changed = await self._checked(guardrails, texts, call, "response")
         return msgspec.json.encode(body) if changed else reply.body
 
@@ -213,6 +215,10 @@ class Guardrails:
             # What came before the break was not checked as a whole, so none of it leaves.
             raise GuardrailFailed("The answer broke off before a guardrail could check it.", code=reply.error)
         said, texts = _read(_whole(frames))
+        if call.path == "/responses":
+            _add_events(texts, frames)
+        elif "events" in said:  # what is no part of a choice would pass unread
+            raise _foreign()
         if await self._checked(guardrails, texts, call, "response"):
             frames = list(_as_stream(said))
         held = reply.frames
@@ -251,7 +257,21 @@ def _read(raw: bytes) -> tuple[dict[str, Any], Texts]:
         body = msgspec.json.decode(raw, type=dict[str, Any])
         return body, of_answer(body)
     except (msgspec.DecodeError, Unreadable):
-        raise GuardrailFailed("The answer is of a shape that guardrails cannot read.") from None
+        raise _foreign() from None
+
+
+def _add_events(texts: Texts, frames: list[bytes]) -> None:
+    """What events of `/responses` say that their last one does not."""
+    splitter = Splitter()
+    events = [data for frame in frames for _, data in splitter.feed(frame) if data != b"[DONE]"]
+    try:
+        add_events(texts, [msgspec.json.decode(data, type=dict[str, Any]) for data in events])
+    except (msgspec.DecodeError, Unreadable):
+        raise _foreign() from None
+
+
+def _foreign() -> GuardrailFailed:
+    return GuardrailFailed("The answer is of a shape that guardrails cannot read.")
 
 
 def _whole(frames: list[bytes]) -> bytes:
@@ -266,10 +286,22 @@ def _whole(frames: list[bytes]) -> bytes:
     return transcript(frames)
 
 
+def _forget_tokens(body: dict[str, Any]) -> None:
+    """Of a rewritten answer: `logprobs` still tell what it was."""
+    for choice in body.get("choices") or ():
+        if choice.get("logprobs") is not None:
+            choice["logprobs"] = None
+    for item in body.get("output") or ():
+        for part in item.get("content") or ():
+            if isinstance(part, dict) and part.get("logprobs"):
+                part["logprobs"] = []
+
+
 def _as_stream(said: dict[str, Any]) -> Iterable[bytes]:
     """A plain twin as events again: each choice in one piece. Raises GuardrailFailed for the events of `/responses`."""
     if "choices" not in said:
         raise GuardrailFailed("A guardrail rewrote the answer, and streams of this kind cannot be rewritten.")
+    _forget_tokens(said)
     usage = said.pop("usage", None)
     for choice in said.pop("choices"):
         finish = choice.pop("finish_reason", None)
@@ -290,13 +322,17 @@ async def _ask(one: _Guardrail, content: Content) -> Sequence[str] | None:
         async with asyncio.timeout(one.config.timeout):
             answer = one.checks.check(content)
             texts = await answer if inspect.isawaitable(answer) else answer
-            if texts is not None and not all(isinstance(text, str) for text in texts):
-                raise TypeError("texts must be strings")
+            if isinstance(texts, str) or (texts is not None and not all(isinstance(text, str) for text in texts)):
+                raise TypeError("texts must be a list of strings")
             return texts
     except Blocked as blocked:
         reason = str(blocked) or "The content is not allowed."
         raise GuardrailBlocked(reason, param=one.name) from None
-    except Exception as error:  # another's code: whatever it does, nothing passes unchecked
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
+        # Another's code: whatever it does, nothing passes unchecked, and the router goes on.
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the caller hung up
         log.warning("guardrail_failed", request_id=content.call_id, guardrail=one.name, error=type(error).__name__)
         raise GuardrailFailed(f"The guardrail {one.name!r} could not check this request.") from None
 

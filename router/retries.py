@@ -45,6 +45,9 @@ _BY_CODE = {
     "upstream_auth": "AuthenticationError",
     "upstream_billing": "AuthenticationError",
     "upstream_not_found": "NotFoundError",
+    # Of a stream that broke off no more is known than its code.
+    "upstream_timeout": "TimeoutError",
+    "rate_limit_exceeded": "RateLimitError",
     CONTEXT_EXCEEDED: "BadRequestError",
     **dict.fromkeys(CONTENT_CODES, "ContentPolicyViolationError"),
 }

@@ -9,8 +9,8 @@ import msgspec
 
 from router.wire import Splitter
 
-_JOINED = ("content", "reasoning_content", "reasoning", "refusal", "arguments", "text")
-"""Texts that come in pieces; any other value of a delta stands as it came last."""
+_WHOLE = frozenset({"role", "name", "id", "type", "tool_call_id"})
+"""What a delta says as a whole, if again; its other texts and lists come in pieces."""
 
 
 class _Call(msgspec.Struct):
@@ -75,7 +75,7 @@ def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:
     for name, value in part.items():
         if name == "delta":
             _merge(choice.setdefault("message", {}), value or {})
-        elif name in _JOINED and isinstance(value, str):
+        elif name == "text" and isinstance(value, str):
             choice[name] = choice.get(name, "") + value
         elif value is not None:
             choice[name] = value
@@ -83,13 +83,26 @@ def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:
 
 def _merge(into: dict[str, Any], delta: dict[str, Any]) -> None:
     for name, value in delta.items():
-        if name in _JOINED and isinstance(value, str):
-            into[name] = (into.get(name) or "") + value
-        elif name == "tool_calls":
+        if name == "tool_calls":
             for call in value or ():
                 _merge_call(into.setdefault("tool_calls", []), call)
+        elif isinstance(value, str | list) and name not in _WHOLE:
+            into[name] = _longer(into.get(name), value)
         elif value is not None:
             into[name] = value
+
+
+def _longer(said: Any, more: str | list[Any]) -> Any:
+    """Texts as one, and lists; a text among lists is a part of its own."""
+    if not isinstance(said, str | list) or not said:
+        return more
+    if isinstance(said, str) and isinstance(more, str):
+        return said + more
+    return [
+        part
+        for piece in (said, more)
+        for part in ([{"type": "text", "text": piece}] if isinstance(piece, str) else piece)
+    ]
 
 
 def _merge_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:

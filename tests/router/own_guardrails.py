@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 
 from router.guardrails import Blocked, Content
@@ -45,4 +46,10 @@ class Breaks:
                 return []
             case "no texts":
                 return [None for _ in content.texts]  # type: ignore[misc]
+            case "one text":
+                return "x" * len(content.texts)  # type: ignore[return-value]
+            case "exits":
+                sys.exit(3)
+            case "cancels":
+                raise asyncio.CancelledError
         return None

@@ -152,7 +152,7 @@ async def test_fallbacks_are_checked_too(tmp_path: Path, up: Upstream) -> None:
     assert up.seen[-1].body["messages"][0]["content"] == "checked?"
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs", "too few", "no texts"])
+@pytest.mark.parametrize("how", ["raises", "hangs", "too few", "no texts", "one text", "exits", "cancels"])
 @pytest.mark.parametrize("mode", ["pre_call", "post_call"])
 async def test_one_that_cannot_check_refuses(how: str, mode: str, tmp_path: Path, up: Upstream) -> None:
     """Whatever a guardrail does instead of answering, the caller gets 503 and none of the answer."""
@@ -161,10 +161,10 @@ async def test_one_that_cannot_check_refuses(how: str, mode: str, tmp_path: Path
         "guardrails": [own(kind="Breaks", options={"how": how}, mode=mode, within="200ms")],
     }
     async with router(tmp_path, config) as door:
-        got = await door.post(model="m", messages=[{"role": "user", "content": "hello"}])
+        got, _ = [await door.post(model="m", messages=[{"role": "user", "content": "hello"}]) for _ in range(2)]
     assert (got.status, got.error["code"]) == (503, "guardrail_failed")
     assert b"secret-detail" not in got.raw
-    assert up.count("m") == (0 if mode == "pre_call" else 1)
+    assert up.count("m") == (0 if mode == "pre_call" else 2)
 
 
 async def test_a_slow_one_does_not_stop_the_router(tmp_path: Path, up: Upstream) -> None:
@@ -181,6 +181,16 @@ async def test_a_slow_one_does_not_stop_the_router(tmp_path: Path, up: Upstream)
         ("/v1/embeddings", {"input": [[1], [2]]}, "guardrail_unreadable"),
         ("/v1/chat/completions", {"messages": "hello"}, "guardrail_unreadable"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "guardrail_unreadable"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "aa"}}]}]},
+            "guardrail_unreadable",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "guardrail_unreadable",
+        ),
         ("/v1/chat/completions", {"messages": [], "guardrails": ["nobody"]}, "unknown_guardrail"),
         ("/v1/chat/completions", {"messages": [], "guardrails": "g"}, "unknown_guardrail"),
     ],
@@ -291,6 +301,12 @@ def test_all_that_an_answer_says_is_read() -> None:
         "refusal": "3",
         "tool_calls": [{"function": {"name": "f", "arguments": "4"}}],
     }
+    own_words = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "a"}]}, {"type": "text", "text": "b"}],
+        "reasoning_details": [{"type": "reasoning.text", "text": "c", "signature": "s"}],
+        "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "d"}}],
+    }
     output = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "6"}]},
         {"type": "message", "content": [{"type": "output_text", "text": "7"}, {"type": "refusal", "refusal": "8"}]},
@@ -298,6 +314,97 @@ def test_all_that_an_answer_says_is_read() -> None:
     ]
     assert of_answer({"choices": [{"message": message}, {"text": "5"}]}).read == ("1", "2", "3", "4", "5")
     assert of_answer({"output": output}).read == ("6", "7", "8", "9")
+    assert sorted(of_answer({"choices": [{"message": own_words}]}).read) == ["a", "b", "c", "d"]
+
+
+def event(kind: str, **rest: object) -> dict[str, Any]:
+    return {"type": f"response.{kind}", "sequence_number": 1, **rest}
+
+
+def answer_of(text: str, kind: str = "completed") -> dict[str, Any]:
+    output = [{"type": "message", "id": "i", "content": [{"type": "output_text", "text": text}]}] if text else []
+    return event(kind, response={"id": "r", "status": kind, "output": output})
+
+
+def delta(text: str) -> dict[str, Any]:
+    return event("output_text.delta", item_id="i", output_index=0, content_index=0, delta=text, obfuscation="xyz")
+
+
+LEAKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "said in pieces, and not at last": ("/v1/responses", [delta("sword"), delta("fish"), answer_of("")]),
+    "said, then failed": ("/v1/responses", [delta("swordfish"), answer_of("", "failed")]),
+    "another at last": ("/v1/responses", [delta("swordfish"), answer_of("carp")]),
+    "said as done": ("/v1/responses", [event("output_text.done", item_id="i", text="swordfish"), answer_of("carp")]),
+    "another answer before": ("/v1/responses", [answer_of("swordfish", "in_progress"), answer_of("carp")]),
+    "an item": (
+        "/v1/responses",
+        [event("output_item.done", item={"type": "custom_tool_call", "input": "swordfish"}), answer_of("carp")],
+    ),
+    "lists of parts": (
+        "/v1/chat/completions",
+        [
+            {"choices": [{"index": 0, "delta": {"content": [{"type": "text", "text": "swordfish"}]}}]},
+            {"choices": [{"index": 0, "delta": {"content": [{"type": "text", "text": "carp"}]}}]},
+            chunk(None, "stop"),
+        ],
+    ),
+    "words of its own": (
+        "/v1/chat/completions",
+        [
+            {"choices": [{"index": 0, "delta": {"thoughts": "sword"}}]},
+            {"choices": [{"index": 0, "delta": {"thoughts": "fish"}}]},
+            chunk(None, "stop"),
+        ],
+    ),
+    "another shape": (
+        "/v1/chat/completions",
+        [{"choices": [{"index": "0", "delta": {"content": "swordfish"}}]}, chunk("carp", "stop")],
+    ),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+async def test_nothing_leaves_by_an_event_that_was_not_read(leak: str, tmp_path: Path, up: Upstream) -> None:
+    """Of a stream every event is checked, whatever its last one says, and in whatever pieces and shapes it comes."""
+    path, events = LEAKS[leak]
+    up.answers["m"] = lambda seen: seen.stream(*events, done=path != "/v1/responses")
+    config = {"model_list": [deployment("m", up)], "guardrails": [own(options={"block": "swordfish"})]}
+    body = {"input": "hi"} if path == "/v1/responses" else {}
+    async with router(tmp_path, config) as door:
+        got = await door.post(path, model="m", stream=True, **body)
+    assert got.error["code"] == ("guardrail_failed" if leak == "another shape" else "guardrail_blocked")
+
+
+async def test_an_honest_stream_of_responses_is_read_once(tmp_path: Path, up: Upstream) -> None:
+    """Pieces of what the last event says are no other texts: what a guardrail lets pass leaves byte for byte."""
+    events = [delta("car"), delta("p"), event("output_text.done", item_id="i", text="carp"), answer_of("carp")]
+    up.answers["m"] = lambda seen: seen.stream(*events, done=False)
+    config = {"model_list": [deployment("m", up)], "guardrails": [own(kind="Words", options={"replace": "carpcarp"})]}
+    async with router(tmp_path, config) as door:
+        got = await door.post("/v1/responses", model="m", stream=True, input="hi")
+    assert got.events == events
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_do_not_tell_what_was_rewritten(stream: bool, tmp_path: Path, up: Upstream) -> None:
+    """Where a guardrail puts another text, the tokens of the old one are not sent beside it."""
+    tokens = {"content": [{"token": "swordfish", "logprob": 0, "bytes": None, "top_logprobs": []}]}
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        if seen.body.get("stream"):
+            part = chunk("swordfish")
+            part["choices"][0]["logprobs"] = tokens
+            return await seen.stream(part, chunk(None, "stop"))
+        body = json.loads(json.dumps(PLAIN))
+        body["choices"][0] |= {"message": {"role": "assistant", "content": "swordfish"}, "logprobs": tokens}
+        return plain(200, body)
+
+    up.answers["m"] = answer
+    config = {"model_list": [deployment("m", up)], "guardrails": [own(options={"replace": "swordfish", "by": "carp"})]}
+    async with router(tmp_path, config) as door:
+        got = await door.post(model="m", stream=stream, logprobs=True)
+    assert b"carp" in got.raw
+    assert b"swordfish" not in got.raw
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from router.errors import TimedOut, TransportError, Unavailable
 from router.health import Health
 from router.retries import kind_of
 from router.settings import ConfigError, load_text
-from tests.router.gateway import Seen, Upstream, chunk, deployment, plain, router, upstream
+from tests.router.gateway import Handler, Seen, Upstream, chunk, deployment, plain, router, upstream
 
 USED = {"prompt_tokens": 50, "completion_tokens": 50, "total_tokens": 100}
 
@@ -166,11 +166,79 @@ async def test_retries_follow_the_kind_of_error(
     assert up.count("m") == tries
 
 
+async def _late(seen: Seen) -> web.StreamResponse:
+    await asyncio.sleep(5)
+    return plain()
+
+
+def _fails(status: int, code: str | None = None) -> Handler:
+    async def answer(seen: Seen) -> web.StreamResponse:
+        return plain(status, {"error": {"message": "no", "type": "t", "param": None, "code": code}})
+
+    return answer
+
+
+FAILING: dict[str, list[Handler]] = {
+    "AuthenticationError": [_fails(401), _fails(402), _fails(403)],
+    "NotFoundError": [_fails(404)],
+    "BadRequestError": [_fails(400), _fails(400, "context_length_exceeded")],
+    "ContentPolicyViolationError": [_fails(400, "content_filter"), _fails(400, "content_policy_violation")],
+    "TimeoutError": [_late, _fails(408), _fails(504)],
+    "RateLimitError": [_fails(429)],
+    "InternalServerError": [_fails(500), _fails(501)],
+    "BadGatewayError": [_fails(502), _fails(529)],
+    "ServiceUnavailableError": [_fails(503)],
+}
+"""By LiteLLM's kind of error: what upstreams do that is one."""
+LASTING = {"AuthenticationError", "NotFoundError", "BadRequestError", "ContentPolicyViolationError"}
+"""Another try at the same place cannot mend them."""
+CASES = [(kind, index) for kind, answers in FAILING.items() for index in range(len(answers))]
+
+
+@pytest.mark.parametrize(("kind", "index"), CASES)
+async def test_every_kind_has_its_own_retries(kind: str, index: int, tmp_path: Path, up: Upstream) -> None:
+    """What an upstream does is tried as often as the policy says for its kind of error, and for no other kind."""
+    up.answers["m"] = up.answers["others"] = FAILING[kind][index]
+    # LiteLLM has no retries of its own for a bad gateway.
+    own = {"DefaultRetries" if kind == "BadGatewayError" else f"{kind}Retries": 1}
+    rest = {f"{k}Retries": 0 for k in FAILING if k not in (kind, "BadGatewayError")} | own
+    other = {f"{k}Retries": 1 for k in FAILING if k not in (kind, "BadGatewayError")} | {f"{k}": 0 for k in own}
+    config = {
+        "model_list": [deployment("m", up, timeout=0.2), deployment("others", up, timeout=0.2)],
+        "router_settings": {"model_group_retry_policy": {"m": rest, "others": other}},
+    }
+    async with router(tmp_path, config) as door:
+        for group in ("m", "others"):
+            assert (await door.post(model=group)).status >= 400
+    assert (up.count("m"), up.count("others")) == (1 if kind in LASTING else 2, 1)
+
+
+BLAMED = [(kind, index) for kind, index in CASES if kind not in ("BadRequestError", "ContentPolicyViolationError")]
+
+
+@pytest.mark.parametrize(("kind", "index"), BLAMED)
+async def test_every_kind_has_its_own_allowed_fails(kind: str, index: int, tmp_path: Path, up: Upstream) -> None:
+    """A deployment rests after as many failures of a kind as are allowed of it, and of no other."""
+    up.answers["strict"] = FAILING[kind][index]
+    entries = [deployment("m", up, "strict", order=1, timeout=0.2), deployment("m", up, "spare", order=2)]
+    for allowed, tries in (({f"{kind}AllowedFails": 2}, 2), ({f"{k}AllowedFails": 1 for k in FAILING if k != kind}, 3)):
+        up.seen.clear()
+        config = {
+            "model_list": entries,
+            "router_settings": {"num_retries": 0, "allowed_fails": 9, "allowed_fails_policy": allowed},
+        }
+        async with router(tmp_path, config) as door:
+            assert [(await door.post(model="m")).status for _ in range(3)] == [200] * 3
+        assert up.count("strict") == tries
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (TimedOut("late"), "TimeoutError"),
+        (Unavailable("cut", code="upstream_timeout"), "TimeoutError"),
         (TransportError("no", status=429), "RateLimitError"),
+        (Unavailable("cut", code="rate_limit_exceeded"), "RateLimitError"),
         (TransportError("no", status=502, code="upstream_auth"), "AuthenticationError"),
         (TransportError("no", status=502, code="upstream_not_found"), "NotFoundError"),
         (TransportError("no", status=400, code="content_filter"), "ContentPolicyViolationError"),
