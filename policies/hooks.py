@@ -6,9 +6,8 @@ import inspect
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, PrivateAttr, model_validator
-
 from policies.written import Written
+from shapes import Field, model_validator
 
 
 class Hook(Written):
@@ -16,7 +15,7 @@ class Hook(Written):
 
     use: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    _made: Any = PrivateAttr(None)
+    _made: Any = None
 
     verb: ClassVar[str]
     """The method that the class must have. One without it is never called, so that YAML cannot run just any class."""

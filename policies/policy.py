@@ -6,8 +6,6 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-
 from policies import scopes
 from policies.facts import Transport
 from policies.own import OwnRule
@@ -15,6 +13,7 @@ from policies.rules import Plan, plan
 from policies.scopes import Scope, UseCase
 from policies.terms import Terms
 from policies.written import Written
+from shapes import BeforeValidator, Field, model_validator
 
 
 def parse_share(value: object) -> object:
@@ -62,8 +61,6 @@ class Rollout(Written):
 class Policy(Written):
     """Every key left out allows; only what is written narrows."""
 
-    model_config = ConfigDict(defer_build=False)  # in every start; built before it becomes a part, it is built once
-
     models: tuple[str, ...] | None = None
     """Model groups; `prefix*` is a wildcard; null allows all."""
     transports: tuple[Transport, ...] = Field(("cache", "text"), min_length=1)
@@ -101,7 +98,7 @@ class Policy(Written):
 
     @cached_property
     def terms(self) -> Terms:
-        """The same, compiled once: judging reads slots and sets, not pydantic models."""
+        """The same, compiled once: judging reads slots and sets, not what was written."""
         return Terms.of(self)
 
     @cached_property

@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import date
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
-
 from policies.facts import Transport
 from policies.written import Written
+from shapes import Field, model_validator
 
 RESERVED = frozenset({"tenant"})
 """Facts that stand among the labels and that nobody may label a request with."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from shapes import Shape
 
 
-class Written(BaseModel):
+class Written(Shape, extra="forbid"):
     """Frozen, and unknown keys are refused: a misspelt rule must never be ignored."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())

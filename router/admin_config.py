@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from router.tenant_config import KeyDigest, digest_key
+from shapes import Field
 from workers.config import Config
 
 Role = Literal["operator", "auditor", "publisher"]

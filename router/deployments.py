@@ -12,11 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-
 from policies.facts import Transport
 from router.prices import FREE, NAMES, UNITS, Name, Price, Table, written
 from router.wildcards import STAR, filled
+from shapes import Field, Shape, model_validator
 from workers.config import Config, Span
 
 Kind = Literal["http", "litellm", "relay", "local", "cache"]
@@ -61,10 +60,8 @@ _COUNTS = re.compile(r"_tokens$|_per_(?:\w+_)?token$|_token_cost$", re.IGNORECAS
 PARAMS = ("litellm_params", "relay_params", "local_params", "cache_params")
 
 
-class _Limited(BaseModel):
+class _Limited(Shape):
     """What a deployment may take; for all kinds."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True)
 
     rpm: int | None = Field(None, ge=0)
     tpm: int | None = Field(None, ge=0)
@@ -77,10 +74,8 @@ class _Limited(BaseModel):
 USD = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Priced(BaseModel):
+class _Priced(Shape):
     """USD for one token, image, second or character; None takes the table's."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True)
 
     input_cost_per_token: USD = None
     output_cost_per_token: USD = None
@@ -101,10 +96,8 @@ class _Priced(BaseModel):
     output_cost_per_pixel: USD = None
 
 
-class LiteLLMParams(_Limited, _Priced):
+class LiteLLMParams(_Limited, _Priced, extra="allow"):
     """LiteLLM's call parameters. Keys that are not listed are defaults put into the request."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
     model: str = Field(min_length=1)
     api_base: str | None = None
@@ -133,16 +126,15 @@ class LiteLLMParams(_Limited, _Priced):
     @property
     def defaults(self) -> dict[str, Any]:
         """Values for body keys that the caller did not send."""
-        return dict(self.model_extra or {})
+        return dict(self.model_extra)
 
     @property
     def for_litellm(self) -> dict[str, Any]:
         """Keyword arguments for a call through the litellm package: all that is written but is not the router's."""
-        return self.model_dump(exclude_unset=True, exclude=set(_FOR_THE_ROUTER))
+        return self.model_dump(exclude_unset=True, exclude=_FOR_THE_ROUTER)
 
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        yield "model", self.model
-        yield "api_base", self.api_base
+    def __repr__(self) -> str:
+        return f"LiteLLMParams(model={self.model!r}, api_base={self.api_base!r})"
 
 
 class _OnWorkers(Config, _Limited):
@@ -184,10 +176,8 @@ class Latency(Config):
     tokens_per_s: float | None = Field(None, gt=0)
 
 
-class ModelInfo(_Priced):
+class ModelInfo(_Priced, extra="allow"):
     """What is known of a deployment. Other keys are kept as they are."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
     id: str | None = None
     region: str | None = None
@@ -202,18 +192,15 @@ class ModelInfo(_Priced):
 class Deployment(Config):
     """One way to answer for the group `model_name`."""
 
-    model_config = ConfigDict(defer_build=False)  # in every start; built before it becomes a part, it is built once
-
     model_name: str = Field(min_length=1)
     litellm_params: LiteLLMParams | None = None
     relay_params: RelayParams | None = None
     local_params: LocalParams | None = None
     cache_params: CacheParams | None = None
     model_info: ModelInfo = ModelInfo.model_construct()
-    _position: int = PrivateAttr(0)
-    _listed: Price | None = PrivateAttr(None)
-    _table: Table | None = PrivateAttr(None)
-    _prices: dict[str, Price] = PrivateAttr(default_factory=dict)
+    _position: int = 0
+    _listed: Price | None = None
+    _table: Table | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -329,6 +316,11 @@ class Deployment(Config):
     def price(self) -> Price:
         """As written here, else as LiteLLM's table has it, else nothing."""
         return self._priced(self._listed or FREE)
+
+    @cached_property
+    def _prices(self) -> dict[str, Price]:
+        """By name, of those that a wildcard was asked for."""
+        return {}
 
     @property
     def wild(self) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 from policies.hooks import Hook
+from shapes import Field, Shape, model_validator
 from workers.config import Config, Span
 
 Stage = Literal["request", "response"]
@@ -28,10 +27,8 @@ class OwnGuardrail(Hook):
         return self._made
 
 
-class GuardrailParams(BaseModel):
+class GuardrailParams(Shape, extra="forbid"):
     """LiteLLM's `litellm_params` of a guardrail, without those that let something pass unchecked."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
     guardrail: Literal["generic_guardrail_api"]
     mode: Mode | tuple[Mode, ...]

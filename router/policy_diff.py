@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from policies.compare import Known, compare, grid
 from policies.decide import decide
 from policies.facts import Decision, Facts
@@ -18,6 +16,7 @@ from router import audit_verify
 from router.facts_record import NotReplayable, unpack_all
 from router.policy_versions import KEYS_BOUND, Change, Version, changes
 from router.tenant_config import TenantConfig
+from shapes import Invalid
 
 _MORE_WIDENS = frozenset({"rpm_limit", "tpm_limit", "max_parallel_requests", "max_budget", "kv.ttl", "kv.max_bytes"})
 """Limits: null is no limit."""
@@ -154,7 +153,7 @@ def _alone(old: Policy, new: Policy, key: str) -> Policy:
 
     try:
         return with_new({key})
-    except ValidationError:
+    except Invalid:
         return with_new({key, "labels", "use_cases"})
 
 

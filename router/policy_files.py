@@ -10,8 +10,6 @@ import json
 import os
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from policies.policy import Policy
 from router.audit_keys import POLICIES, AuditError, sync_folder
 
@@ -43,7 +41,7 @@ def find(root: Path, digest: str) -> Policy:
     try:
         data = json.loads(written)
         return Policy.model_validate({name: value for name, value in data.items() if name in Policy.model_fields})
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         raise AuditError(f"{path}: this program cannot read the policy ({type(error).__name__})") from error
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from router.errors import TimedOut, TransportError
 from router.transports.upstream_errors import CONTENT_CODES, CONTEXT_EXCEEDED
+from shapes import Field
 
 Count = Annotated[int, Field(ge=0)]
 RetryPolicy = dict[

@@ -11,8 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
-
 from router import layers, litellm_config, source
 from router.admin_config import AdminConfig, check_names
 from router.audit_sinks import sink_of
@@ -31,6 +29,7 @@ from router.source import Source
 from router.tenant_config import TenantConfig
 from router.traces import OtelConfig
 from router.wildcards import narrowest, parts
+from shapes import BeforeValidator, Field, Invalid, model_validator
 from workers.config import Config, Fleet, ModelConfig, PairConfig, RedisConfig, Span, StoreConfig, WorkerConfig
 
 PREFIX = "TWOLANE_"
@@ -74,10 +73,10 @@ class RouterSettings(_Shared):
     routing_strategy: Strategy = "simple-shuffle"
     model_group_alias: dict[str, str | Alias] = Field(default_factory=dict)
     max_fallbacks: int = Field(5, ge=0)
-    retry_after: float = Field(0, ge=0)
+    retry_after: float = Field(0.0, ge=0)
     timeout: float | None = Field(None, gt=0)
     stream_timeout: float | None = Field(None, gt=0)
-    cooldown_time: float = Field(5, ge=0)
+    cooldown_time: float = Field(5.0, ge=0)
     disable_cooldowns: bool = False
     enable_pre_call_checks: bool = True
     """Context is always checked where it is known."""
@@ -247,8 +246,8 @@ class Settings(Config):
     stops: StopsConfig = StopsConfig.model_construct()
     state_dir: Path = Path(".twolane")
 
-    _findings: tuple[litellm_config.Finding, ...] = PrivateAttr(())
-    _digest: str = PrivateAttr("")
+    _findings: tuple[litellm_config.Finding, ...] = ()
+    _digest: str = ""
 
     @model_validator(mode="after")
     def _ids_differ(self) -> Self:
@@ -472,7 +471,7 @@ def _validated(data: dict[str, Any], resolved: Source) -> Settings:
     try:
         settings = _with_variables(data) if _variables() else Settings(**data)
         _ = settings.fleet, settings.routing
-    except ValidationError as error:
+    except Invalid as error:
         raise _from_variable(error) or resolved.invalid(error) from None
     return settings
 
@@ -490,15 +489,15 @@ def _variables() -> set[str]:
     return {name for name in names if name.removeprefix(PREFIX).partition("__")[0] in keys}
 
 
-def _from_variable(error: ValidationError) -> ConfigError | None:
+def _from_variable(error: Invalid) -> ConfigError | None:
     """The same complaint about a TWOLANE_ variable, where one set this very key."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    found = error.complaints
     set_here = _variables()
-    for depth in range(len(found[0]["loc"]), 0, -1):
-        name = PREFIX + "__".join(str(step).upper() for step in found[0]["loc"][:depth])
+    for depth in range(len(found[0].loc), 0, -1):
+        name = PREFIX + "__".join(str(step).upper() for step in found[0].loc[:depth])
         if name in set_here:
             # Both arms of a union complain; the one that got further in is the one that was meant.
-            deepest = max(found, key=lambda e: len(e["loc"]))
+            deepest = max(found, key=lambda c: len(c.loc))
             return ConfigError(f"environment variable {name}: {source.complaint(deepest)}")
     return None
 

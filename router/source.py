@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+
+from shapes import Complaint, Invalid
 
 Path_ = tuple[int | str, ...]
 
@@ -47,12 +47,9 @@ class Source:
         where = f"{place}{about}: " if place else ""
         return ConfigError(f"{self.name}:{self.line(path)}: {where}{problem}")
 
-    def invalid(self, error: ValidationError, prefix: Path_ = ()) -> ConfigError:
-        """The first of pydantic's complaints, in the file's terms and without the value."""
-        found = [
-            (self._written(prefix + tuple(e["loc"])), complaint(e))
-            for e in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
+    def invalid(self, error: Invalid, prefix: Path_ = ()) -> ConfigError:
+        """The first of the complaints, in the file's terms."""
+        found = [(self._written(prefix + c.loc), complaint(c)) for c in error.complaints]
         first = found[0]
         # Both arms of a union complain; the one that got further in is the one that was meant.
         for other in found[1:]:
@@ -231,10 +228,10 @@ _EXPECTED = {
 }
 
 
-def complaint(error: ErrorDetails) -> str:
-    """One of pydantic's complaints in the file's terms, without its place and without the value."""
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {error['loc'][-1]!r}"
-    if error["type"] in _EXPECTED:
-        return _EXPECTED[error["type"]]
-    return error["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+def complaint(error: Complaint) -> str:
+    """One complaint in the file's terms, without its place."""
+    if error.type == "extra_forbidden":
+        return f"unknown key {error.loc[-1]!r}"
+    if error.type in _EXPECTED:
+        return _EXPECTED[error.type]
+    return error.msg.removeprefix("Value error, ").replace("Input should be", "should be")

@@ -8,12 +8,11 @@ import re
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-
 from policies.policy import Policy, Share
 from policies.scopes import UseCase
 from router.deployments import without_secrets
 from router.labels import Classifier
+from shapes import BeforeValidator, Field, model_validator
 from workers.config import Config, KVPolicy, Span
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
@@ -154,7 +153,10 @@ class TenantConfig(Policy):
 
     def without_keys(self) -> dict[str, Any]:
         """All that is written but the keys, defaults filled in, for JSON."""
-        return self.model_dump(mode="json", exclude={"key": True, "keys": True, "use_cases": {"__all__": {"keys"}}})
+        data = self.model_dump(mode="json", exclude=("key", "keys"))
+        for case in data["use_cases"]:
+            del case["keys"]
+        return data
 
     @property
     def digest(self) -> str:

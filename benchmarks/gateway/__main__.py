@@ -169,7 +169,7 @@ def _router(build: Path, upstream: str, python: str) -> Iterator[Target]:
     )
     tree = HERE.parents[1]
     # As pip does when it installs: else the start is mostly the compiler's.
-    packages = [str(tree / package) for package in ("router", "policies", "workers")]
+    packages = [str(tree / package) for package in ("router", "policies", "workers", "shapes")]
     subprocess.run([python, "-m", "compileall", "-q", *packages], check=True)
     arguments = ["-m", "router.cli", "serve", "--config", str(config), "--port"]
     with _gateway("TwoLane", build, [python, *arguments], {"PYTHONPATH": str(tree)}) as target:

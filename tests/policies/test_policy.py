@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
 from policies.policy import Policy
+from shapes import Invalid
 
 OWN = "tests.policies.own_rules"
 
@@ -36,7 +36,7 @@ OWN = "tests.policies.own_rules"
 )
 def test_refuses(written: dict[str, object]) -> None:
     """What cannot be meant is refused, misspelt keys included."""
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         Policy.model_validate(written)
 
 
@@ -74,9 +74,9 @@ def test_use_cases_bind_by_one_label() -> None:
         return {"labels": labels, "use_cases": cases}
 
     Policy.model_validate(bound(["personal"], ["public"]))
-    with pytest.raises(ValidationError, match="both bound to 'public'"):
+    with pytest.raises(Invalid, match="both bound to 'public'"):
         Policy.model_validate(bound(["public"], ["public"]))
-    with pytest.raises(ValidationError, match="values of one label"):
+    with pytest.raises(Invalid, match="values of one label"):
         Policy.model_validate(bound(["personal"], ["credit"]))
 
 
@@ -93,7 +93,7 @@ def test_use_cases_bind_by_one_label() -> None:
 )
 def test_own_rule_that_cannot_be_loaded(use: str, options: dict[str, object], said: str) -> None:
     """A rule that cannot be had is refused with its cause when it is read, and its error's text is not repeated."""
-    with pytest.raises(ValidationError, match=said) as caught:
+    with pytest.raises(Invalid, match=said) as caught:
         Policy.model_validate({"rules": [{"use": use, "options": options}]})
     assert "sk-secret" not in str(caught.value)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 from msgspec.structs import replace
-from pydantic import BaseModel
 
 from policies.decide import decide
 from policies.facts import DeploymentFacts, Facts
 from policies.scopes import Scope, UseCase
 from router.layers import presets
 from router.tenant_config import BoundUseCase, TenantConfig
+from shapes import Shape
 
 TEXT = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
 
@@ -34,10 +34,10 @@ def named(text: str) -> set[str]:
     return {key for row in rows for key in re.findall(r"`([\w.]+)`", row)}
 
 
-def keys(model: type[BaseModel], *nested: str) -> Iterator[str]:
+def keys(model: type[Shape], *nested: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         inner = field.annotation
-        if name in nested and isinstance(inner, type) and issubclass(inner, BaseModel):
+        if name in nested and isinstance(inner, type) and issubclass(inner, Shape):
             yield from (f"{name}.{key}" for key in inner.model_fields)
         else:
             yield name

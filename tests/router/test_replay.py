@@ -65,7 +65,7 @@ class Lab:
         def one(name: str, **params: Any) -> dict[str, Any]:
             return {"model_name": name, "model_info": {"id": name}, **params}
 
-        dumped = json.loads(fleet.model_dump_json(include={"models", "pairs", "workers"}))
+        dumped = fleet.model_dump(mode="json", exclude=("redis", "store"))
         return {
             **dumped,
             "model_list": [

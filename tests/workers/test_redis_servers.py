@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from redis.crc import key_slot
 
+from shapes import Invalid
 from workers.config import RedisConfig
 from workers.redis_servers import Address, Route, slot_of
 
@@ -49,7 +49,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"expected embedded|HOST:PORT|database 0") as caught:
         Address.of(url)
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         RedisConfig(url=url)
 
 
