@@ -73,6 +73,14 @@ def characters(call: Call) -> int:
     return len(_text(call, "input")) if call.path == "/audio/speech" else 0
 
 
+def searches(call: Call) -> dict[str, float]:
+    """One, where the request lets the model search."""
+    fields = call.fields
+    if "web_search_options" in fields or ("tools" in fields and b'"web_search' in bytes(fields["tools"])):
+        return {"searches_medium": 1}
+    return {}
+
+
 def tier(call: Call) -> str | None:
     """The service tier that is asked for."""
     return _text(call, "service_tier") or None if "service_tier" in call.fields else None
@@ -80,6 +88,8 @@ def tier(call: Call) -> str | None:
 
 def _kinds(call: Call, facts: Facts) -> frozenset[str]:
     kinds = {"reasoned", "stored"}
+    if any(b'"1h"' in bytes(raw) for raw in call.fields.values()):
+        kinds.add("stored_1h")
     if "audio" in facts.needs or call.path.startswith("/audio"):
         kinds |= {"heard", "spoken"}
     if "images" in facts.needs or call.path.startswith("/images"):
@@ -91,7 +101,7 @@ def _kinds(call: Call, facts: Facts) -> frozenset[str]:
 
 def _counted(call: Call, size: str) -> dict[str, float]:
     if call.raw is None:
-        return {}
+        return searches(call)
     if call.path.startswith("/images"):
         images = _images(call)
         return {"images": images, "pixels": images * (pixels(size) or 0)}

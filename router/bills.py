@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from policies.facts import Facts
-from router.asked import asked
+from router.asked import asked, searches
 from router.call import Call, Reply
 from router.deployments import Deployment
 from router.prices import FREE, Asked, Price
@@ -84,6 +84,8 @@ def reserved(call: Call, facts: Facts, id: str, tariff: Tariff) -> float:
     """
     estimate = next((d.estimate for d in facts.deployments if d.id == id), None)
     usual = tariff.expected(facts.prompt_tokens, facts.output_tokens) if estimate is None else estimate.cost
+    if tariff.price.fees:
+        usual += tariff.price.fee(searches(call))
     plain = call.raw is None and not tariff.dear and "service_tier" not in call.fields
     if plain and "n" not in facts.needs and "completions" not in facts.needs:
         return usual

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from policies.facts import Transport
-from router.prices import FREE, NAMES, UNITS, Name, Price, Table, written
+from router.price_table import Name, Table
+from router.prices import FREE, NAMES, UNITS, Price, written
 from router.wildcards import STAR, filled
 from shapes import Field, Shape, model_validator
 from workers.config import Config, Span
@@ -72,6 +73,7 @@ class _Limited(Shape):
 
 
 USD = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+SearchSize = Literal["search_context_size_low", "search_context_size_medium", "search_context_size_high"]
 
 
 class _Priced(Shape):
@@ -81,6 +83,9 @@ class _Priced(Shape):
     output_cost_per_token: USD = None
     cache_read_input_token_cost: USD = None
     cache_creation_input_token_cost: USD = None
+    cache_creation_input_token_cost_above_1hr: USD = None
+    cache_read_input_audio_token_cost: USD = None
+    cache_read_input_image_token_cost: USD = None
     output_cost_per_reasoning_token: USD = None
     input_cost_per_audio_token: USD = None
     output_cost_per_audio_token: USD = None
@@ -94,6 +99,9 @@ class _Priced(Shape):
     output_cost_per_character: USD = None
     input_cost_per_pixel: USD = None
     output_cost_per_pixel: USD = None
+    input_cost_per_request: USD = None
+    citation_cost_per_token: USD = None
+    search_context_cost_per_query: dict[SearchSize, USD] | None = None
 
 
 class LiteLLMParams(_Limited, _Priced, extra="allow"):
@@ -345,12 +353,14 @@ class Deployment(Config):
         said = {
             name: usd for name in NAMES if (usd := _first(getattr(params, name, None), getattr(info, name))) is not None
         }
-        if not said:
+        searches = params.search_context_cost_per_query if params is not None else None
+        searches = info.search_context_cost_per_query if searches is None else searches
+        if not said and searches is None:
             return listed
         # The table's finer prices would not be the same model's any more.
         pictures = () if any(name in UNITS for name in said) else listed.pictures
         plain = replace(listed, above=None, long=None, tiers=(), pictures=pictures, uncounted=False)
-        return written(said, plain)
+        return written(said, plain, searches)
 
     @property
     def priced_as(self) -> tuple[Name, ...]:

@@ -18,6 +18,8 @@ WORKS: dict[str, str] = {
         "model api_base base_url api_key api_version organization custom_llm_provider extra_headers extra_body timeout "
         "stream_timeout max_retries num_retries rpm tpm max_parallel_requests max_budget budget_duration weight order "
         "input_cost_per_token output_cost_per_token cache_read_input_token_cost cache_creation_input_token_cost "
+        "cache_creation_input_token_cost_above_1hr cache_read_input_audio_token_cost cache_read_input_image_token_cost "
+        "input_cost_per_request citation_cost_per_token search_context_cost_per_query "
         "output_cost_per_reasoning_token input_cost_per_audio_token output_cost_per_audio_token "
         "input_cost_per_image_token output_cost_per_image_token input_cost_per_image output_cost_per_image "
         "input_cost_per_second output_cost_per_second input_cost_per_character output_cost_per_character "
@@ -47,6 +49,7 @@ NAMED: dict[str, dict[str, str]] = {
     },
     "litellm_params": {
         "one deployment has one rate, shared by input and output": "itpm otpm",
+        "write prices as numbers, or as a file under `prices`": "tiered_pricing off_peak_pricing",
         "tags do not choose deployments": "tags tag_regex",
         "callers cannot bring their own upstream keys": "configurable_clientside_auth_params",
         "write the key with os.environ/NAME": "litellm_credential_name",

@@ -1,39 +1,39 @@
-"""What answers cost. Prices stand in the configuration, else in LiteLLM's table, which is read as data: a file of JSON.
+"""What answers cost: prices by LiteLLM's names, as they stand in the configuration or in its table (`price_table`).
 
 Knows no deployments and no tenants.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 if TYPE_CHECKING:
     from router.call import Usage
 
-_ABOVE = re.compile(r"(input_cost_per_token|output_cost_per_token|cache_read_input_token_cost)_above_(\d+)k_tokens$")
-_SIZED = re.compile(r"(?:([^/]+)/)??(?:([a-z]+)/)?(\d+)-x-(\d+)/(.+)$")
 TOKENS = ("input_cost_per_token", "output_cost_per_token", "cache_read_input_token_cost")
 """LiteLLM's names, in the table and in the configuration."""
 _READ = {
     "input_cost_per_audio_token": "heard",
     "input_cost_per_image_token": "seen",
     "cache_creation_input_token_cost": "stored",
+    "cache_creation_input_token_cost_above_1hr": "stored_1h",
 }
+_READ_AGAIN = {
+    "cache_read_input_audio_token_cost": "heard_again",
+    "cache_read_input_image_token_cost": "seen_again",
+}
+"""Of cached tokens."""
 _WRITTEN = {
     "output_cost_per_reasoning_token": "reasoned",
     "output_cost_per_audio_token": "spoken",
     "output_cost_per_image_token": "drawn",
 }
-KINDS = _READ | _WRITTEN
+KINDS = _READ | _READ_AGAIN | _WRITTEN
 """Kinds of tokens, which are among the prompt's or the completion's, and may have a price of their own."""
 _OF_ANSWER = frozenset(_WRITTEN.values())
+_CACHED = frozenset(_READ_AGAIN.values())
 UNITS = {
     "output_cost_per_image": "images",
     "input_cost_per_image": "images",
@@ -46,10 +46,23 @@ UNITS = {
 }
 """What doors of images and sound count. Where a table prices both directions it means one and the same thing: once."""
 
-NAMES = (*TOKENS, *KINDS, *UNITS)
-"""Every price that is billed."""
+FEES = {"input_cost_per_request": "requests", "citation_cost_per_token": "cited"}
+"""What is billed beside tokens."""
+SEARCHES = "search_context_cost_per_query"
+"""Likewise: a price of a search for each size of what it finds."""
+_SIZES = {f"search_context_size_{size}": f"searches_{size}" for size in ("low", "medium", "high")}
 
-TIERS = {"priority": "_priority", "flex": "_flex", "batch": "_batches"}
+NAMES = (*TOKENS, *KINDS, *UNITS, *FEES)
+"""Every price that is billed and is one number."""
+
+TIERS = {
+    "priority": "_priority",
+    "flex": "_flex",
+    "batch": "_batches",
+    "ultrafast": "_ultrafast",
+    "balanced": "_balanced",
+    "decisions": "_decisions",
+}
 """Service tiers, as requests and answers name them, and how the table's names of their prices end."""
 IMAGE_TOKENS = 6240
 """Tokens reserved for one image where tokens are what it costs: those of the largest and best of `gpt-image-1`."""
@@ -101,6 +114,8 @@ class Price:
     """Of tokens by kind; one that is not named is billed as any other."""
     units: Amounts = ()
     """Of images, seconds, characters and pixels."""
+    fees: Amounts = ()
+    """Of requests, searches and cited tokens, beside all else."""
     pictures: tuple[Picture, ...] = ()
     """Of images by quality and size, where the table has such."""
     tiers: tuple[tuple[str, Price], ...] = ()
@@ -111,7 +126,7 @@ class Price:
     """Nothing that it names costs anything; found once, for every answer asks."""
 
     def __post_init__(self) -> None:
-        amounts = (self.prompt, self.completion, self.cached, *dict(self.kinds + self.units).values())
+        amounts = (self.prompt, self.completion, self.cached, *dict(self.kinds + self.units + self.fees).values())
         costs = any(amounts) or any(picture.usd for picture in self.pictures) or self.uncounted
         object.__setattr__(self, "free", not costs)
 
@@ -134,17 +149,25 @@ class Price:
         counted = used.counted
         if used.known and (self.prompt or self.completion or self.kinds):
             usd = self.of(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
+            if self.fees:
+                usd += self.fee(counted or {})
             return usd if counted is None or not self.kinds else usd + self._beyond(used, counted)
         if self.pictures and counted is not None and "images" in counted:
             return self._pictures(counted["images"], *(used.image or ("", "")))
         if self.units and counted is not None and (flat := self._units(counted)) is not None:
             return flat
+        if self.fees and used.known:
+            return self.fee(counted or {})
         return 0.0 if self.free else None
+
+    def fee(self, counted: Mapping[str, float]) -> float:
+        """USD for one request beside its tokens."""
+        return sum(usd * (1 if what == "requests" else counted.get(what, 0)) for what, usd in self.fees)
 
     def reserve(self, asked: Asked) -> float:
         """USD that an answer to this may cost: at the dearest kind of token, quality or size that is left open."""
         price = self.tier(asked.tier) if asked.tier else self
-        tokens = price._dearest(asked)
+        tokens = price._dearest(asked) + price.fee(asked.counted)
         counted = asked.counted
         if "images" not in counted:
             return max(tokens, price._units(counted) or 0.0)
@@ -196,20 +219,27 @@ class Price:
 
     def named(self) -> dict[str, float | None]:
         """By LiteLLM's names: those of tokens always, others where they have a price."""
-        beyond = dict(self.kinds + self.units)
-        names = {what: name for name, what in reversed((KINDS | UNITS).items())}
+        beyond = dict(self.kinds + self.units + self.fees)
+        names = {what: name for name, what in reversed((KINDS | UNITS | FEES).items())}
         plain = zip(TOKENS, (self.prompt, self.completion, self.cached), strict=True)
-        return {**dict(plain), **{names[what]: usd for what, usd in beyond.items()}}
+        return {**dict(plain), **{names[what]: usd for what, usd in beyond.items() if what in names}}
 
     def _beyond(self, used: Usage, counted: Mapping[str, float]) -> float:
         """USD by which tokens of kinds cost more, or less, than plain ones. No token is of two kinds."""
         if self.long is not None and self.above is not None and used.prompt_tokens > self.above:
             return self.long._beyond(used, counted)
         read: float = used.prompt_tokens - used.cached_tokens
+        again: float = used.cached_tokens
         written: float = used.completion_tokens
         beyond = 0.0
+        if "stored_1h" in counted and "stored_1h" not in dict(self.kinds):
+            counted = {**counted, "stored": counted.get("stored", 0) + counted["stored_1h"]}
         for what, usd in self.kinds:
-            if what in _OF_ANSWER:
+            if what in _CACHED:
+                amount = min(counted.get(what, 0), again)
+                again -= amount
+                beyond += amount * (usd - (self.prompt if self.cached is None else self.cached))
+            elif what in _OF_ANSWER:
                 amount = min(counted.get(what, 0), written)
                 written -= amount
                 beyond += amount * (usd - self.completion)
@@ -223,127 +253,8 @@ class Price:
 FREE = Price()
 
 
-def table_path() -> Path | None:
-    """LiteLLM's own table, where the package is installed. It is not imported: that takes seconds and 200 MB."""
-    spec = importlib.util.find_spec("litellm")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).with_name("model_prices_and_context_window_backup.json")
-    return path if path.is_file() else None
-
-
-Name = tuple[str, str | None]
-"""A model as the table names it, and the provider that its entry must be of; None takes any."""
-
-
-class Table:
-    """LiteLLM's table: some megabytes, so it is kept only where names are still to be looked up."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError, and ValueError where the file is no table."""
-        self._name = path.name
-        try:
-            self._entries = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path.name} is no price table: {error}") from None
-        self._sized = [key for key in self._entries if "-x-" in key]
-
-    def prices(self, names: Iterable[Name]) -> dict[Name, Price]:
-        """Of those that it has. Raises ValueError for an entry that is none."""
-        table, wanted = self._entries, set(names)
-        try:
-            entries = {name: _entry(table[name[0]]) for name in wanted if name[0] in table}
-            drawn = {name: _entry(table[name]) for name in _composed(self._sized, wanted)}
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{self._name} is no price table: {error}") from None
-        of = {name: entry for name, entry in entries.items() if name[1] in (None, entry.get("litellm_provider"))}
-        found = {name: _price(entry) for name, entry in of.items()}
-        for name in wanted:
-            pictures = _pictures(name, drawn)
-            if pictures:
-                found[name] = replace(found.get(name, FREE), pictures=pictures)
-        return found
-
-    def price(self, names: Sequence[Name]) -> Price | None:
-        """Of the first of several names for one model that it has; None for a model that it has not."""
-        found = self.prices(names)
-        prices = [found[name] for name in names if name in found]
-        pictures = next((price.pictures for price in prices if price.pictures), ())
-        # A name may be listed by sizes alone, while the next has the prices of tokens.
-        plain = next((price for price in prices if replace(price, pictures=()) != FREE), FREE)
-        return replace(plain, pictures=pictures) if prices else None
-
-
-def listed(path: Path, names: Iterable[Name]) -> dict[Name, Price]:
-    """Prices of those of `names` that the table has. Raises OSError, and ValueError where the file is no table."""
-    return Table(path).prices(names)
-
-
-_entry = msgspec.json.Decoder(dict[str, object]).decode
-
-
-def _composed(sized: Iterable[str], wanted: Iterable[Name]) -> list[str]:
-    """Names with a size in them that are of one of these models: `high/1024-x-1024/gpt-image-1`."""
-    ends = tuple({"/" + end for name, _ in wanted for end in (name, name.partition("/")[2]) if end})
-    return [key for key in sized if key.endswith(ends)]
-
-
-def _pictures(name: Name, drawn: Mapping[str, Mapping[str, object]]) -> tuple[Picture, ...]:
-    """What the table's composed names say of one model. Its provider may stand before or behind the size."""
-    model, wanted = name
-    found = []
-    for key, entry in drawn.items():
-        match, provider = _SIZED.match(key), entry.get("litellm_provider")
-        if match is None or wanted not in (None, provider):
-            continue
-        before, quality, width, height, bare = match.groups()
-        if before is None and quality == provider:
-            before, quality = provider, None
-        names = {bare, f"{provider}/{bare}"} if before in (None, provider) else set()
-        if before == provider and wanted is None:
-            names.discard(bare)  # another provider's model may have the bare name
-        if model in names and (usd := _per_image(entry, int(width) * int(height))) is not None:
-            found.append(Picture(quality or "", f"{width}x{height}", usd))
-    return tuple(found)
-
-
-def _per_image(entry: Mapping[str, object], pixels: int) -> float | None:
-    unit = dict(_tier(entry, "", FREE).units)
-    return unit["images"] if "images" in unit else unit["pixels"] * pixels if "pixels" in unit else None
-
-
-def _price(entry: Mapping[str, object]) -> Price:
-    plain = _ladder(entry, "")
-    tiers = [(name, end) for name, end in TIERS.items() if any(key.endswith(end) for key in entry)]
-    tiered = tuple((name, _ladder(entry, end)) for name, end in tiers)
-    odd = plain.free and any(_usd(usd) for key, usd in entry.items() if "cost" in key)
-    return replace(plain, tiers=tiered, uncounted=odd)
-
-
-def _ladder(entry: Mapping[str, object], tier: str) -> Price:
-    """The prices of a service tier, by length of the prompt; what it has not of its own is as everywhere."""
-    plain = _tier(entry, tier, _tier(entry, "", FREE))
-    longer: Price | None = None
-    above: int | None = None
-    for bound in sorted({int(found[2]) for key in entry if (found := _ABOVE.match(key))}, reverse=True):
-        step = f"_above_{bound}k_tokens"
-        longer = replace(_tier(entry, step + tier, _tier(entry, step, plain)), above=above, long=longer)
-        above = bound * 1000
-    return replace(plain, above=above, long=longer)
-
-
-def _tier(entry: Mapping[str, object], suffix: str, base: Price) -> Price:
-    """What the tier's keys say, over what `base` has."""
-    said = {name: usd for name in NAMES if (usd := _usd(entry.get(name + suffix))) is not None}
-    return written(said, base)
-
-
-def _usd(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and value >= 0 else None
-
-
-def written(said: Mapping[str, float], base: Price) -> Price:
-    """Prices by LiteLLM's names over what `base` has."""
+def written(said: Mapping[str, float], base: Price, searches: object = None) -> Price:
+    """Prices by LiteLLM's names over what `base` has; `searches` by size."""
     prompt, completion, cached = TOKENS
     return replace(
         base,
@@ -352,7 +263,13 @@ def written(said: Mapping[str, float], base: Price) -> Price:
         cached=said.get(cached, base.cached),
         kinds=_over(base.kinds, said, KINDS),
         units=_over(base.units, said, UNITS),
+        fees=_over(_over(base.fees, said, FEES), _searches(searches), _SIZES),
     )
+
+
+def _searches(by_size: object) -> dict[str, float]:
+    found = by_size.items() if isinstance(by_size, Mapping) else ()
+    return {size: usd for size, value in found if size in _SIZES and (usd := usd_of(value)) is not None}
 
 
 def _over(base: Amounts, said: Mapping[str, float], names: Mapping[str, str]) -> Amounts:
@@ -362,3 +279,8 @@ def _over(base: Amounts, said: Mapping[str, float], names: Mapping[str, str]) ->
         if name in said:
             found[what] = max(found.get(what, 0.0), said[name])
     return tuple((dict(base) | found).items())
+
+
+def usd_of(value: object) -> float | None:
+    """A price as it is written; None for what is none."""
+    return float(value) if isinstance(value, (int, float)) and value >= 0 else None

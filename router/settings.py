@@ -22,7 +22,7 @@ from router.deployments import ModelInfo as ModelInfo
 from router.deployments import RelayParams as RelayParams
 from router.deployments import number, price
 from router.guardrail_config import GuardrailConfig
-from router.prices import table_path
+from router.price_table import table_path
 from router.retries import AllowedFails, RetryPolicy
 from router.source import ConfigError as ConfigError
 from router.source import Source

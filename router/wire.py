@@ -98,10 +98,34 @@ MOST = 10**8
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
+class CachedDetails(msgspec.Struct):
+    """Of what kinds the cached tokens were."""
+
+    audio_tokens: Count | None = None
+    image_tokens: Count | None = None
+
+
+class StoredDetails(msgspec.Struct):
+    """For how long tokens were stored upstream."""
+
+    ephemeral_1h_input_tokens: Count | None = None
+
+
+class Searches(msgspec.Struct):
+    """Tools that ran upstream."""
+
+    web_search_requests: Count | None = None
+
+
 class TokenDetails(msgspec.Struct):
     """Of what kinds the tokens of one direction were."""
 
     cached_tokens: Count | None = None
+    cached_tokens_details: CachedDetails | None = None
+    cache_creation_tokens: Count | None = None
+    cache_write_tokens: Count | None = None
+    cache_creation_token_details: StoredDetails | None = None
+    web_search_requests: Count | None = None
     audio_tokens: Count | None = None
     image_tokens: Count | None = None
     reasoning_tokens: Count | None = None
@@ -119,6 +143,11 @@ class _UsageView(msgspec.Struct):
     input_tokens_details: TokenDetails | None = None
     completion_tokens_details: TokenDetails | None = None
     output_tokens_details: TokenDetails | None = None
+    cache_creation_input_tokens: Count | None = None
+    server_tool_use: Searches | None = None
+    num_search_queries: Count | None = None
+    search_context_size: str | None = None
+    citation_tokens: Count | None = None
 
 
 _usage = msgspec.json.Decoder(_UsageView)
@@ -145,15 +174,67 @@ def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
     into.cached_tokens = cached
     into.known, into.unreadable = True, False
     count_kinds(details, view.completion_tokens_details or view.output_tokens_details, into)
+    if view.cache_creation_input_tokens and not (into.counted and "stored" in into.counted):
+        count_stored(into, view.cache_creation_input_tokens, details and details.cache_creation_token_details)
+    if view.citation_tokens:
+        count(into, "cited", view.citation_tokens)
+    tools = view.server_tool_use
+    searches = (tools and tools.web_search_requests) or (details and details.web_search_requests)
+    searches = searches or view.num_search_queries or (1 if view.search_context_size else 0)
+    if searches:
+        count_searches(into, searches, view.search_context_size)
+
+
+def count_stored(into: Usage, tokens: int, details: StoredDetails | None) -> None:
+    """Note tokens that the upstream stored; those for an hour have a price of their own."""
+    long = min(tokens, (details and details.ephemeral_1h_input_tokens) or 0)
+    count(into, "stored", tokens - long)
+    if long:
+        count(into, "stored_1h", long)
+
+
+def count_searches(into: Usage, searches: int, size: str | None = None) -> None:
+    """Note searches that the upstream made; `size` is `low`, `medium` or `high`."""
+    count(into, f"searches_{size if size in ('low', 'high') else 'medium'}", searches)
+
+
+class _Action(msgspec.Struct):
+    type: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    action: _Action | None = None
+
+
+_items = msgspec.json.Decoder(list[_Item])
+
+
+def read_output(output: msgspec.Raw, into: Usage) -> None:
+    """Note the searches among the items that `/responses` answered; to open a page found is none."""
+    if b'"web_search_call"' not in bytes(output):
+        return
+    with suppress(msgspec.DecodeError):  # another shape: nothing that we know of was done
+        items = [item for item in _items.decode(output) if item.type == "web_search_call"]
+        searches = sum(item.action is None or item.action.type in (None, "search") for item in items)
+        if searches:
+            count_searches(into, searches)
 
 
 def count_kinds(read: TokenDetails | None, written: TokenDetails | None, into: Usage) -> None:
     """Note the tokens of kinds that may have a price of their own; most answers have none."""
     if read is not None:
+        again = read.cached_tokens_details
+        heard, seen = (0, 0) if again is None else (again.audio_tokens or 0, again.image_tokens or 0)
+        if heard or seen:
+            count(into, "heard_again", heard)
+            count(into, "seen_again", seen)
         if read.audio_tokens:
-            count(into, "heard", read.audio_tokens)
+            count(into, "heard", max(0, read.audio_tokens - heard))
         if read.image_tokens:
-            count(into, "seen", read.image_tokens)
+            count(into, "seen", max(0, read.image_tokens - seen))
+        if stored := read.cache_creation_tokens or read.cache_write_tokens:
+            count_stored(into, stored, read.cache_creation_token_details)
     if written is not None:
         if written.reasoning_tokens:
             count(into, "reasoned", written.reasoning_tokens)
@@ -191,6 +272,7 @@ class Answer(msgspec.Struct, gc=False):
     error: msgspec.Raw = ABSENT
     twolane: msgspec.Raw = ABSENT
     service_tier: msgspec.Raw = ABSENT
+    output: msgspec.Raw = ABSENT
     response: msgspec.Raw = ABSENT
     """`/responses` puts the whole answer, usage included, into its last event."""
 

@@ -8,7 +8,21 @@ import msgspec
 
 from router.asked import characters, picture, pixels, tier
 from router.call import Call, Usage
-from router.wire import ABSENT, MOST, Count, Splitter, TokenDetails, count, count_kinds, told, unread
+from router.wire import (
+    ABSENT,
+    MOST,
+    Count,
+    Searches,
+    Splitter,
+    StoredDetails,
+    TokenDetails,
+    count,
+    count_kinds,
+    count_searches,
+    count_stored,
+    told,
+    unread,
+)
 
 _MAKE = ("/audio", "/images", "/messages")
 
@@ -45,6 +59,8 @@ class _Usage(msgspec.Struct):
     output_tokens_details: TokenDetails | None = None
     cache_read_input_tokens: Count | None = None
     cache_creation_input_tokens: Count | None = None
+    cache_creation: StoredDetails | None = None
+    server_tool_use: Searches | None = None
     service_tier: str | None = None
     seconds: Seconds | None = None
 
@@ -147,7 +163,9 @@ class UsageReader:
         if cached is not None:
             into.cached_tokens = cached
         if stored:
-            count(into, "stored", stored)
+            count_stored(into, stored, said.cache_creation)
+        if said.server_tool_use is not None and said.server_tool_use.web_search_requests:
+            count_searches(into, said.server_tool_use.web_search_requests)
         if said.seconds:
             count(into, "seconds", said.seconds)
         count_kinds(details, said.output_tokens_details, into)

@@ -20,6 +20,7 @@ from router.wire import (
     frame,
     prove_object,
     read_answer,
+    read_output,
     read_tier,
     read_usage,
     told,
@@ -141,4 +142,5 @@ class Stream:
             if completed is not None and told(completed.usage):
                 read_usage(completed.usage, self._reply.usage)
                 read_tier(completed.service_tier, self._reply.usage)
+                read_output(completed.output, self._reply.usage)
         return data

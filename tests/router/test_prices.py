@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.call import Usage
-from router.prices import KINDS, Price, listed, table_path, written
+from router.price_table import listed, table_path
+from router.prices import KINDS, NAMES, SEARCHES, TIERS, Price, written
 from router.settings import ConfigError, load_text
 from tests.router.gateway import Seen, Upstream, chunk, deployment, plain, router, upstream
 
@@ -137,6 +139,21 @@ def used(prompt: int = 0, completion: int = 0, cached: int = 0, **counted: float
             16.4,
         ),
         (CHAT | {"cache_read_input_token_cost": 0.1, "input_cost_per_audio_token": 5.0}, used(4, 0, 3, heard=4), 5.3),
+        (CHAT | {"cache_creation_input_token_cost": 1.25}, used(4, 0, stored=1, stored_1h=2), 4.75),
+        (
+            CHAT | {"cache_creation_input_token_cost": 1.25, "cache_creation_input_token_cost_above_1hr": 2.0},
+            used(4, 0, stored=1, stored_1h=2),
+            6.25,
+        ),
+        (CHAT | {"cache_read_input_audio_token_cost": 0.5}, used(4, 0, 3, heard_again=2), 3),
+        (
+            CHAT | {"cache_read_input_token_cost": 0.1, "cache_read_input_image_token_cost": 0.5},
+            used(4, 0, 3, seen_again=9),
+            2.5,
+        ),
+        (CHAT | {"input_cost_per_request": 7.0}, used(3, 2), 30),
+        ({"input_cost_per_request": 7.0}, used(3, 2), 7),
+        (CHAT | {"citation_cost_per_token": 2.0}, used(3, 2, cited=4), 31),
         (CHAT, used(), None),
         (CHAT, used(images=1), None),
         (WHISPER, used(seconds=3.0), 1.5),
@@ -180,6 +197,50 @@ def test_kinds_of_tokens_are_billed_once(
     usd = (0.5, 0.25, *kinds.values())
     if bill is not None:
         assert (prompt + out) * min(usd) - 1e-6 <= bill <= (prompt + out) * max(usd) + 1e-6
+
+
+def test_prices_by_length_are_those_of_the_whole_prompt(tmp_path: Path) -> None:
+    """`tiered_pricing` bills all of a prompt at its own step, and beyond the last at that."""
+    steps = [{"input_cost_per_token": n, "output_cost_per_token": n, "range": [n * 10 - 10, n * 10]} for n in (1, 2, 3)]
+    table = tmp_path / "prices.json"
+    table.write_text(json.dumps({"m": {"tiered_pricing": steps}}))
+    price = listed(table, [("m", None)])[("m", None)]
+    assert [price.bill(used(n, 1)) for n in (1, 10, 11, 20, 21, 99)] == [2, 11, 24, 42, 66, 300]
+
+
+UNBILLED = {
+    "google_maps_grounding_cost_per_query": "no answer in OpenAI's shape tells of them",
+    "code_interpreter_cost_per_session": "no answer tells of sessions",
+    "input_dbu_cost_per_token": "another currency beside the price in USD",
+    "output_dbu_cost_per_token": "another currency beside the price in USD",
+    "input_cost_per_token_cache_hit": "another name of cache_read_input_token_cost, which stands beside it",
+    "explicit_cache_read_input_token_cost": "usage does not tell it from what the upstream caches by itself",
+    "cost_per_second": "of capacity that is rented, not of answers",
+    "cache_creation_input_token_cost_above_12hr": "usage does not tell it from the first twelve hours",
+    "cache_creation_input_audio_token_cost": "of real-time sessions",
+    "input_cost_per_video_per_second": "unknown: nobody tells seconds of video",
+    "input_cost_per_audio_per_second": "unknown: nobody tells seconds of sound that a chat was given",
+    "input_cost_per_video_per_second_above_8s_interval": "unknown: nobody tells seconds of video",
+    "input_cost_per_video_per_second_above_15s_interval": "unknown: nobody tells seconds of video",
+    "input_cost_per_video_token": "usage does not tell tokens of video",
+    "output_cost_per_video_token": "usage does not tell tokens of video",
+    "input_cost_per_query": "unknown: embeddings of video",
+}
+"""Prices in LiteLLM's table, of models for the doors where text is asked for, that no bill here counts; and why."""
+_DOORS = {"chat", "completion", "embedding", "responses"}
+_LONGER = re.compile(r"_above_\d+k_tokens")
+
+
+@pytest.mark.skipif(table_path() is None, reason="litellm is not installed")
+def test_every_price_of_the_packages_table_is_billed_or_told_why_not() -> None:
+    """A kind of price that LiteLLM adds is found by this test, not by whoever is billed for it."""
+    path = table_path()
+    assert path is not None
+    entries = [e for e in json.loads(path.read_bytes()).values() if e.get("mode") in _DOORS]
+    keys = {key for entry in entries for key, usd in entry.items() if usd and ("cost" in key or "pricing" in key)}
+    plain = {_LONGER.sub("", key) for key in keys}
+    plain = {next((key.removesuffix(end) for end in TIERS.values() if key.endswith(end)), key) for key in plain}
+    assert plain - {*NAMES, SEARCHES, "tiered_pricing", "off_peak_pricing"} - UNBILLED.keys() == set()
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"gpt-small": 3}'])

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from router.call import Usage
 from router.form import Form
-from router.prices import FREE, KINDS, Asked, Picture, Price, listed, written
+from router.price_table import listed
+from router.prices import FREE, KINDS, Asked, Picture, Price, written
 from router.settings import load_text
 from tests.router.gateway import KEY, Router, Seen, chunk, deployment, failure, plain, upstream
 from tests.router.test_passthrough import Up, ask, door, entry, serving
 
 TOGETHER = 8
+SEARCH = {"search_context_cost_per_query": {"search_context_size_medium": 1.0}}
 IMAGES = {"output_cost_per_image": 0.5}
 DRAWN = {"input_cost_per_token": 1e-6, "output_cost_per_image_token": 0.5 / 6240}
 
@@ -74,6 +76,10 @@ async def count_ran(to: Router, up: Up, path: str, **options: Any) -> int:
         ("audio/speech", {"output_cost_per_second": 2.5}, {"json": {"input": "hör!"}}, 3.0, 3),
         ("audio/transcriptions", {"input_cost_per_second": 1.0}, {"form": {"language": "ko"}}, 4.0, 3),
         ("audio/transcriptions", {"input_cost_per_second": 0.1}, {"form": {"seconds": "10"}}, 3.0, 3),
+        ("responses", SEARCH, {"json": {"input": "a", "tools": [{"type": "web_search"}]}}, 3.1, 3),
+        ("responses", SEARCH, {"json": {"input": "a", "tools": [{"type": "function", "name": "f"}]}}, 3.1, TOGETHER),
+        ("chat/completions", SEARCH, {"json": {"messages": [], "web_search_options": {}}}, 3.1, 3),
+        ("embeddings", {"input_cost_per_request": 1.0}, {"json": {"input": "a"}}, 3.0, 3),
         ("messages", {"output_cost_per_token": 0.1}, {"json": {"max_tokens": 10}}, 3.0, 3),
         ("messages", {"input_cost_per_token": 0.1}, {"json": {"max_tokens": 1, "system": "x" * 40}}, 3.5, 3),
     ],
@@ -82,7 +88,7 @@ async def count_ran(to: Router, up: Up, path: str, **options: Any) -> int:
 async def test_requests_sent_together_keep_to_the_budget(
     whose: str,
     path: str,
-    prices: dict[str, float],
+    prices: dict[str, Any],
     options: dict[str, Any],
     budget: float,
     ran: int,

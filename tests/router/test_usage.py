@@ -106,6 +106,102 @@ async def test_nonsense_is_billed_to_nobody(path: str, stream: bool, tmp_path: P
     assert 5e-3 < spent < 5e-3 + len(NONSENSE) * 0.3
 
 
+SIZES = {"search_context_size_low": 1.0, "search_context_size_medium": 2.0, "search_context_size_high": 4.0}
+FINE: dict[str, Any] = {
+    "input_cost_per_token": 1e-3,
+    "output_cost_per_token": 0,
+    "cache_read_input_token_cost": 1e-4,
+    "cache_creation_input_token_cost": 2e-3,
+    "cache_creation_input_token_cost_above_1hr": 3e-3,
+    "cache_read_input_audio_token_cost": 5e-4,
+    "input_cost_per_audio_token": 1e-2,
+    "citation_cost_per_token": 1e-2,
+    "search_context_cost_per_query": SIZES,
+}
+TOLD: dict[str, tuple[dict[str, Any], float]] = {
+    "stored, as Anthropic says": ({"cache_creation_input_tokens": 4}, 14e-3),
+    "stored, as litellm says": (
+        {
+            "cache_creation_input_tokens": 4,
+            "prompt_tokens_details": {
+                "cache_creation_tokens": 4,
+                "cache_creation_token_details": {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 3},
+            },
+        },
+        17e-3,
+    ),
+    "stored, as OpenRouter says": ({"prompt_tokens_details": {"cache_write_tokens": 4}}, 14e-3),
+    "sound read again": (
+        {
+            "prompt_tokens_details": {
+                "cached_tokens": 5,
+                "audio_tokens": 6,
+                "cached_tokens_details": {"audio_tokens": 4, "text_tokens": 1},
+            }
+        },
+        3e-3 + 2e-2 + 1e-4 + 4 * 5e-4,
+    ),
+    "searches, as Anthropic says": ({"server_tool_use": {"web_search_requests": 3}}, 6.01),
+    "searches, as litellm says": ({"prompt_tokens_details": {"web_search_requests": 2}}, 4.01),
+    "searches, as Perplexity says": (
+        {"search_context_size": "low", "num_search_queries": 2, "citation_tokens": 1},
+        2.02,
+    ),
+    "a search of one size": ({"search_context_size": "high"}, 4.01),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("told_as", TOLD)
+async def test_finer_usage_is_billed_in_whoevers_words(
+    told_as: str, stream: bool, tmp_path: Path, up: Upstream
+) -> None:
+    """What is stored, read again, cited and searched costs what it costs, whichever names an upstream has for it."""
+    more, usd = TOLD[told_as]
+    usage = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12, **more}
+
+    async def says(seen: Seen) -> web.StreamResponse:
+        if not seen.body.get("stream"):
+            return plain(200, {**PLAIN, "usage": usage})
+        return await seen.stream(chunk("a", "stop"), {"choices": [], "usage": usage})
+
+    up.answers["m"] = says
+    async with router(tmp_path, {"model_list": [deployment("m", up, **FINE)]}) as door:
+        _, happened = await ask(door, "/v1/chat/completions", stream)
+    assert happened["cost"] == pytest.approx(usd)
+    sent = up.seen[0].body.keys() & FINE.keys()
+    assert not sent, "prices are not the model's to read"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_searches_of_responses_are_counted_by_their_items(stream: bool, tmp_path: Path, up: Upstream) -> None:
+    """Each search that `/responses` made is billed; to open a page that it found is none."""
+    calls = [{"type": "web_search_call", "action": {"type": kind}} for kind in ("search", "open_page", "search")]
+    usage = {"input_tokens": 10, "output_tokens": 2, "total_tokens": 12}
+    answer = {"id": "r", "output": [*calls, {"type": "message", "content": []}], "usage": usage}
+
+    async def says(seen: Seen) -> web.StreamResponse:
+        if not seen.body.get("stream"):
+            return plain(200, answer)
+        return await seen.stream({"type": "response.completed", "response": answer}, done=False)
+
+    up.answers["m"] = says
+    async with router(tmp_path, {"model_list": [deployment("m", up, **FINE)]}) as door:
+        _, happened = await ask(door, "/v1/responses", stream)
+    assert happened["cost"] == pytest.approx(4.01)
+
+
+def test_a_message_tells_what_it_stored_and_searched() -> None:
+    """`/messages` counts beside its input what it stored for how long, and its searches."""
+    usage = Usage()
+    stored = {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 3}
+    said = {"input_tokens": 6, "output_tokens": 2, "cache_creation_input_tokens": 4, "cache_creation": stored}
+    UsageReader(usage, "/messages").whole(
+        json.dumps({"usage": {**said, "server_tool_use": {"web_search_requests": 1}}}).encode()
+    )
+    assert written(FINE, FREE, SIZES).bill(usage) == pytest.approx(6e-3 + 2e-3 + 9e-3 + 2.0)
+
+
 @pytest.mark.parametrize("usage", NONSENSE)
 @pytest.mark.parametrize("path", ["/messages", "/images/generations", "/audio/transcriptions"])
 def test_nonsense_of_doors_that_are_passed_through(usage: dict[str, Any], path: str) -> None:
