@@ -31,11 +31,10 @@ from workers.items import Item
 from workers.loader import Loaded, Loader
 from workers.pairing import HeldPair
 from workers.pairs import Report, canonical
-from workers.pictures import picture
 from workers.prompt import split_context
 from workers.protocol import Run
 from workers.prove import CONTROLS, Measured, measure_pair, report_of
-from workers.report_text import told
+from workers.report_text import for_people, told
 from workers.runtime import Alone, Paired
 from workers.verify import derange, silent
 from workers.verify_cli import hold
@@ -216,10 +215,8 @@ def main() -> None:
     seeds = (int(file.training.options["seed"]),) if file.training else ()
     report = prove(held, items, Kept(args.kept), timed=args.timed, seeds=seeds)
     out = args.out or args.folder
-    out.mkdir(parents=True, exist_ok=True)
     pairs.write(out, "report.json", report)
-    (out / "report.txt").write_text(told(report) + "\n", encoding="utf-8")
-    (out / "report.svg").write_text(picture(report), encoding="utf-8")
+    for_people(out, report, as_png=False)
     print(told(report))
 
 

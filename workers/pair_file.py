@@ -44,7 +44,6 @@ def publish(
         data_licence=data_licence,
         training=training,
     )
-    folder.mkdir(parents=True, exist_ok=True)
     write(folder, "pair.json", pair)
     return pair
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from workers.errors import LoadFailed
+from workers.files import content, replacing
 
 FORMAT = 1
 _MODES = ("fuse", "handover")
@@ -260,10 +261,9 @@ def read_report(folder: Path) -> Report | None:
 
 
 def write(folder: Path, name: str, value: msgspec.Struct) -> None:
-    """Indented JSON, written aside and renamed."""
-    aside = folder / f".{name}.tmp"
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    aside.rename(folder / name)
+    """Indented JSON. Raises LoadFailed."""
+    with replacing(folder / name) as aside:
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 class _Twice(ValueError):
@@ -284,12 +284,10 @@ T = TypeVar("T")
 def read_as(file: Path, kind: type[T]) -> T:
     """One file of a pair's folder. Raises LoadFailed."""
     try:
-        written = file.read_bytes()
+        written = content(file)
         value = msgspec.json.decode(written, type=kind)
         # What stands twice is one thing to one reader and another to the next, under one digest and one signature.
         json.loads(written, object_pairs_hook=_once)
-    except OSError as error:
-        raise LoadFailed(f"{file}: {error.strerror}") from error
     except (msgspec.DecodeError, _Twice) as error:
         raise LoadFailed(f"{file}: {error}") from error
     except RecursionError as error:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from typing import Any, assert_never
 
 from workers.errors import LoadFailed
@@ -88,12 +89,13 @@ def png(report: Report) -> bytes:
 
 def require_png() -> None:
     """Raises LoadFailed where no PNG can be drawn: to be asked before an hour of work."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise LoadFailed(
-            "a PNG needs Pillow: pip install 'twolane-router[pictures]'; report.svg needs nothing"
-        ) from error
+    if not can_png():
+        raise LoadFailed("a PNG needs Pillow: pip install 'twolane-router[pictures]'; report.svg needs nothing")
+
+
+def can_png() -> bool:
+    """Whether Pillow is here."""
+    return find_spec("PIL") is not None
 
 
 def _drawn(report: Report) -> tuple[list[_Shape], int]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import datetime
+import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from safetensors.torch import save_file
 
 from workers import pairs, sealing
 from workers.errors import LoadFailed
-from workers.fusers.c2c import load_official
-from workers.loader import Loaded
+from workers.files import replacing
+from workers.fusers.c2c import load_official, recipe_of
+from workers.fusers.folder import WEIGHTS, read_weights, write_tensors
+from workers.fusers.several import JointFuser
+from workers.loader import DTYPES, Loaded
 from workers.pair_file import publish
 from workers.pairs import FuserInfo, PairFile, Party, Report
-from workers.report_text import told
+from workers.pictures import can_png
+from workers.report_text import for_people, told
 from workers.train_pair import Licences
 
-_REPORT = ("report.json", "report.txt", "report.svg", "report.png")
+_LINKS = "projector_config.json"
+_PROJECTOR = re.compile(r"projector_[0-9]+\.(json|safetensors)")
 
 
 def import_official(
@@ -33,33 +39,34 @@ def import_official(
         raise LoadFailed(f"a pair cannot be called {name!r}: its name is that of a folder")
     if (out / "pair.json").exists():
         raise LoadFailed(f"{out}: holds a pair already; name a folder of its own, or remove it")
+    if (out / "final").exists():
+        raise LoadFailed(f"{out / 'final'}: is there already; name a folder of its own, or remove it")
     official = load_official(folder, receiver=receiver.shape, sharer=sharer.shape)
-    final = out / "final"
-    final.mkdir(parents=True, exist_ok=True)
-    weights = folder / "final" if (folder / "final").is_dir() else folder
-    recipe = folder / "config.json" if (folder / "config.json").is_file() else folder.parent / "config.json"
-    shutil.copyfile(recipe, out / "config.json")
-    if (weights / "projector_config.json").exists():
-        shutil.copyfile(weights / "projector_config.json", final / "projector_config.json")
-    for index, projector in official.fuser.projectors.items():
-        shutil.copyfile(weights / f"projector_{index}.json", final / f"projector_{index}.json")
-        file = final / f"projector_{index}.safetensors"
-        save_file({name: t.contiguous() for name, t in projector.state_dict().items()}, file)
-        file.chmod(0o644)  # safetensors creates it for its owner alone
-    # Named by what will run: the weights in the receiver's dtype.
-    run = load_official(out, receiver=receiver.shape, sharer=sharer.shape, dtype=receiver.dtype).fuser
-    return publish(
-        out,
-        name,
-        sharer,
-        receiver,
-        FuserInfo("c2c", run.digest, {}, run.parameters, licences.fuser),
-        mode="fuse",
-        scope="prompt",
-        made=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        licence=(licences.sharer, licences.receiver),
-        data_licence=licences.data,
-    )
+    weights = _weights(folder)
+    try:
+        _copy(recipe_of(folder)[0], out / "config.json")
+        if (weights / _LINKS).exists():
+            _copy(weights / _LINKS, out / "final" / _LINKS)
+        for index, projector in official.fuser.projectors.items():
+            _copy(weights / f"projector_{index}.json", out / "final" / f"projector_{index}.json")
+            write_tensors(out / "final" / f"projector_{index}.safetensors", projector.state_dict())
+        # Named by what will run: the weights in the receiver's dtype.
+        run = load_official(out, receiver=receiver.shape, sharer=sharer.shape, dtype=receiver.dtype).fuser
+        return publish(
+            out,
+            name,
+            sharer,
+            receiver,
+            FuserInfo("c2c", run.digest, {}, run.parameters, licences.fuser),
+            mode="fuse",
+            scope="prompt",
+            made=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            licence=(licences.sharer, licences.receiver),
+            data_licence=licences.data,
+        )
+    except BaseException:
+        shutil.rmtree(out / "final", ignore_errors=True)
+        raise
 
 
 def export(
@@ -72,7 +79,9 @@ def export(
 ) -> Path:
     """Copy a pair into `out/NAME/VERSION` with a model card, signed where there is a key. `models` are names for
     sharer and receiver that others know. With `again`, what an earlier call has written is taken where it is the same.
-    Raises LoadFailed: a licence that nobody has said, a model that only this machine knows, a pair that was withdrawn.
+    Only what the format names goes out, and what people read is written anew from the report. Raises LoadFailed: a
+    licence that nobody has said, a model that only this machine knows, weights that are not those of the pair, a pair
+    that was withdrawn.
     """
     file, report = pairs.read_pair(folder), pairs.read_report(folder)
     if (taken := sealing.withdrawn(folder)) is not None:
@@ -90,20 +99,81 @@ def export(
     aside = place.with_name(f".{version}.tmp")
     if aside.exists():
         shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    for found in ("fuser.safetensors", "config.json", *_REPORT):
-        if (folder / found).exists():
-            shutil.copyfile(folder / found, aside / found)
-    if (folder / "final").is_dir():
-        shutil.copytree(folder / "final", aside / "final")
-    pairs.write(aside, "pair.json", file)
-    (aside / "README.md").write_text(card(file, report), encoding="utf-8")
-    if key is not None:
-        sealing.sign(aside, key)
-    aside.rename(place)
+    try:
+        aside.mkdir(parents=True)
+        _copy_fuser(folder, aside, file, report)
+        if report is not None:
+            _copy(folder / "report.json", aside / "report.json")
+            for_people(aside, report, as_png=(folder / "report.png").exists() and can_png())
+        pairs.write(aside, "pair.json", file)
+        _write(aside / "README.md", card(file, report))
+        if key is not None:
+            sealing.sign(aside, key)
+        aside.rename(place)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     # What a hub shows of all versions together.
-    (place.parent / "README.md").write_text(card(file, report, version), encoding="utf-8")
+    _write(place.parent / "README.md", card(file, report, version))
     return place
+
+
+def _weights(folder: Path) -> Path:
+    """Where those of an official checkpoint lie."""
+    return folder / "final" if (folder / "final").is_dir() else folder
+
+
+def _copy_fuser(folder: Path, aside: Path, file: PairFile, report: Report | None) -> None:
+    """What the kind of fuser consists of, once it is what `pair.json` names. Raises LoadFailed."""
+    match file.fuser.kind:
+        case "identity":
+            pass
+        case "c2c":
+            _copy_official(folder, aside, file, report)
+        case kind:
+            read_weights(folder, kind)
+            _copy(folder / WEIGHTS, aside / WEIGHTS)
+            aside.joinpath(WEIGHTS).chmod(0o644)
+
+
+def _copy_official(folder: Path, aside: Path, file: PairFile, report: Report | None) -> None:
+    """The official layout as safetensors. Its recipe names the models as `pair.json` does; the rest of the file is
+    about the machine it was trained on.
+    """
+    weights = _weights(folder)
+    listed = sorted(found for found in weights.glob("projector_*.*") if _PROJECTOR.fullmatch(found.name))
+    if not any(found.suffix == ".safetensors" for found in listed):
+        raise LoadFailed(f"{weights}: holds no projector_N.safetensors; `twolane pair import` makes them of .pt files")
+    for found in listed:
+        _copy(found, aside / "final" / found.name)
+    if (weights / _LINKS).exists():
+        _copy(weights / _LINKS, aside / "final" / _LINKS)
+        _require_official(folder, file, report)
+    names = {"base_model": file.receiver.model, "teacher_model": file.sharer.model}
+    _write(aside / "config.json", json.dumps({"model": recipe_of(folder)[1] | names}, indent=1) + "\n")
+
+
+def _require_official(folder: Path, file: PairFile, report: Report | None) -> None:
+    """The digest is over the links of all receiver layers, and nothing but the report says how many there are."""
+    count = 1 + len(file.others)
+    dtype = DTYPES[file.receiver.dtype]
+    read = [load_official(folder, dtype=dtype, place=place, sharers=count).fuser for place in range(count)]
+    digest = read[0].digest if count == 1 else JointFuser(read, "sequential").digest
+    layers = len(report.gates) if report is not None else 0
+    if digest != file.fuser.digest and layers == len(read[0].links):
+        raise LoadFailed(f"{folder}: its weights are not those that pair.json names")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Of a plain file, or of what a link leads to. Raises LoadFailed."""
+    if not source.is_file():
+        raise LoadFailed(f"{source}: is no plain file")
+    with replacing(target) as aside:
+        shutil.copyfile(source, aside)
+
+
+def _write(file: Path, text: str) -> None:
+    with replacing(file) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def _same(folder: Path, file: PairFile, place: Path, key: Ed25519PrivateKey | None) -> bool:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from workers.files import replacing
 from workers.pairs import Interval, Report
-from workers.pictures import routes
+from workers.pictures import picture, png, routes
+
+
+def for_people(folder: Path, report: Report, *, as_png: bool) -> None:
+    """Write `report.txt`, `report.svg` and, if asked for, `report.png` beside a report. Raises LoadFailed."""
+    files = {"report.txt": (told(report) + "\n").encode(), "report.svg": picture(report).encode()}
+    if as_png:
+        files["report.png"] = png(report)
+    else:
+        (folder / "report.png").unlink(missing_ok=True)  # one of an earlier report would say something else
+    for name, written in files.items():
+        with replacing(folder / name) as aside:
+            aside.write_bytes(written)
 
 
 def told(report: Report) -> str:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from workers import pairs
 from workers.errors import LoadFailed
+from workers.files import content
 
 SIGNED = ("pair.json", "report.json")
 
@@ -84,7 +85,7 @@ def statement(folder: Path) -> bytes:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else ""
+    return hashlib.sha256(content(file)).hexdigest() if file.exists() else ""
 
 
 def sign(folder: Path, key: Ed25519PrivateKey) -> Signature:
@@ -114,7 +115,8 @@ def signer_of(folder: Path) -> str:
 def withdrawn(folder: Path) -> Withdrawn | None:
     """None where the pair stands."""
     file = folder / "withdrawn.json"
-    return pairs.read_as(file, Withdrawn) if file.exists() else None
+    # A link that leads nowhere says that something was written there.
+    return pairs.read_as(file, Withdrawn) if os.path.lexists(file) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ goes on as if it had not been.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from workers.align import Aligned
 from workers.c2c_run import Batch, Prompt, Sharer, aligned_prompt, batch_loss, read_sharer
 from workers.cache import KVCache
 from workers.errors import LoadFailed
+from workers.files import replacing
 from workers.fusers.base import Change, Slots
 from workers.fusers.c2c import C2CFuser
 from workers.fusers.mix import MixFuser
@@ -314,8 +314,7 @@ class Trainer:
         return batch_loss(self.receiver.model, [Sharer(self.sharer.model, self.fuser)], batch, read=read).loss
 
     def checkpoint(self, file: Path) -> None:
-        """Everything needed to go on later; written aside and renamed."""
-        aside = file.with_suffix(".tmp")
+        """Everything needed to go on later. Raises LoadFailed, and the one before is then still there."""
         state = {
             "step": self.step,
             "smooth": self.smooth,
@@ -324,11 +323,8 @@ class Trainer:
             "net": self.fuser.net.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
-        with aside.open("wb") as written:
+        with replacing(file, RuntimeError) as aside, aside.open("wb") as written:
             torch.save(state, written)
-            written.flush()
-            os.fsync(written.fileno())
-        aside.rename(file)
 
     def resume(self, file: Path) -> None:
         """Go on from a checkpoint of the same shape. Raises LoadFailed."""

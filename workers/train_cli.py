@@ -204,6 +204,11 @@ def work(asked: Asked) -> int:
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
         return 1
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            begun = (asked.out / "training").exists()
+            click.echo(f"twolane: stopped{f'; {asked.out} goes on with --resume' if begun else ''}", err=True)
+        return 130
     if told is not None:
         click.echo(told)
     return 0

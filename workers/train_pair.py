@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,50 +95,52 @@ def train_pair(
         foreign = refuse(plan, sharer, receiver)
         _refuse_team(plan, team)
         asked = _asked(plan, sharer, receiver, items, team)
-    with team.agreeing():
-        if (ended := training_folder.ended(folder, asked, resume=resume)) is None and team.rank == 0:
-            training_folder.enter(folder, asked, resume=resume)
-    if ended is not None:
-        if team.rank == 0:
-            training_folder.sweep(folder)
-        return Trained(ended, None, plan.steps) if team.rank == 0 else None
-    began = time.monotonic()
-    try:
-        if plan.kind == "linear":
-            fuser, done = _fitted(folder, sharer, receiver, items, plan, tell, reads)
-        else:
-            heard, given = _deafened(sharer, reads) if deaf else (sharer, reads)
-            trainer, done = _learnt(folder, heard, receiver, items, plan, every, tell, given, team, foreign=foreign)
-            if team.rank:
-                return None
-            fuser = _store(folder, trainer.fuser, plan, sharer, receiver, aligned=foreign)
-    except LoadFailed:
-        if team.rank == 0:
-            training_folder.forget(folder)
-        raise
-    training = Training(
-        data=asked["data"],
-        steps=plan.steps if plan.kind != "linear" else 1,
-        tokens=done.tokens,
-        seconds=round(done.earlier_s + time.monotonic() - began, 1),
-        device=str(receiver.device) if team.size == 1 else f"{team.size} x {receiver.device.type}",
-        options=asdict(plan),
-    )
-    pair = publish(
-        folder,
-        name,
-        sharer,
-        receiver,
-        msgspec.structs.replace(fuser, licence=licences.fuser),
-        mode=plan.mode,
-        scope=plan.scope,
-        made=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        licence=(licences.sharer, licences.receiver),
-        data_licence=licences.data,
-        training=training,
-    )
-    training_folder.sweep(folder)
-    return Trained(pair, done.loss, done.resumed_at, done.left_out)
+    with ExitStack() as held:
+        with team.agreeing():
+            if (ended := training_folder.ended(folder, asked, resume=resume)) is None and team.rank == 0:
+                training_folder.enter(folder, asked, resume=resume)
+                held.enter_context(training_folder.alone(folder))
+        if ended is not None:
+            if team.rank == 0:
+                training_folder.sweep(folder)
+            return Trained(ended, None, plan.steps) if team.rank == 0 else None
+        began = time.monotonic()
+        try:
+            if plan.kind == "linear":
+                fuser, done = _fitted(folder, sharer, receiver, items, plan, tell, reads)
+            else:
+                heard, given = _deafened(sharer, reads) if deaf else (sharer, reads)
+                trainer, done = _learnt(folder, heard, receiver, items, plan, every, tell, given, team, foreign=foreign)
+                if team.rank:
+                    return None
+                fuser = _store(folder, trainer.fuser, plan, sharer, receiver, aligned=foreign)
+        except LoadFailed:
+            if team.rank == 0:
+                training_folder.forget(folder)
+            raise
+        training = Training(
+            data=asked["data"],
+            steps=plan.steps if plan.kind != "linear" else 1,
+            tokens=done.tokens,
+            seconds=round(done.earlier_s + time.monotonic() - began, 1),
+            device=str(receiver.device) if team.size == 1 else f"{team.size} x {receiver.device.type}",
+            options=asdict(plan),
+        )
+        pair = publish(
+            folder,
+            name,
+            sharer,
+            receiver,
+            msgspec.structs.replace(fuser, licence=licences.fuser),
+            mode=plan.mode,
+            scope=plan.scope,
+            made=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            licence=(licences.sharer, licences.receiver),
+            data_licence=licences.data,
+            training=training,
+        )
+        training_folder.sweep(folder)
+        return Trained(pair, done.loss, done.resumed_at, done.left_out)
 
 
 def _refuse_team(plan: Plan, team: Team) -> None:
@@ -254,8 +257,9 @@ def _learnt(
     resumed_at = trainer.step
     while trainer.step < plan.steps:
         trainer.run(trainer.step + every, tell)
-        if team.rank == 0:
-            trainer.checkpoint(checkpoint)
+        with team.agreeing():
+            if team.rank == 0:
+                trainer.checkpoint(checkpoint)
     learnt = sum(questions_in(lesson) for lesson in lessons)
     return trainer, _Done(trainer.tokens, trainer.smooth, resumed_at, len(items) - learnt, trainer.earlier_s)
 

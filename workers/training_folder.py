@@ -5,7 +5,11 @@ What was asked for is one tree of JSON values; another tree is another training,
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import msgspec
 
 from workers import pairs
 from workers.errors import LoadFailed
+from workers.files import replacing
 from workers.pairs import PairFile
 
 
@@ -44,13 +49,23 @@ def enter(folder: Path, asked: dict[str, Any], *, resume: bool) -> None:
             named = ", ".join(sorted({key for key, _ in different}))
             raise LoadFailed(f"{folder}: its training was begun with other {named}, so it cannot go on")
         return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".tmp")
+    with replacing(file) as aside:
         aside.write_bytes(msgspec.json.encode(asked))
-        aside.rename(file)
-    except OSError as error:
-        raise LoadFailed(f"{folder}: cannot be written to ({error.strerror})") from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other process trains there meanwhile. Raises LoadFailed where one does."""
+    handle = os.open(folder / "training", os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LoadFailed(f"{folder}: another process is training there") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def forget(folder: Path) -> None:

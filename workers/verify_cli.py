@@ -26,10 +26,10 @@ from workers.loader import Loaded, Loader
 from workers.options import SEED, Finite
 from workers.pairing import HeldPair, hold_pair
 from workers.pairs import PairFile, Party, Report
-from workers.pictures import picture, png, require_png
+from workers.pictures import require_png
 from workers.prove import Others, measure_pair, report_of
 from workers.public_data import SOURCES, load_public, named
-from workers.report_text import told
+from workers.report_text import for_people, told
 from workers.runtime import Alone, Runtime
 
 _CHUNK = 512
@@ -80,8 +80,12 @@ def verify_command(folder: Path, data: str, **options: Any) -> None:
     except WorkerError as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
-    _write(options["out"] or folder, report, as_png=options["as_png"])
     click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
+    try:
+        _write(options["out"] or folder, report, as_png=options["as_png"])
+    except LoadFailed as error:
+        click.echo(f"twolane: {error}", err=True)
+        sys.exit(1)
     sys.exit(0 if report.verdict == "verified" else 1)
 
 
@@ -96,13 +100,9 @@ def _require_place(out: Path) -> None:
 
 
 def _write(out: Path, report: Report, *, as_png: bool) -> None:
+    """Raises LoadFailed."""
     pairs.write(out, "report.json", report)
-    (out / "report.txt").write_text(told(report) + "\n", encoding="utf-8")
-    (out / "report.svg").write_text(picture(report), encoding="utf-8")
-    if as_png:
-        (out / "report.png").write_bytes(png(report))
-    else:
-        (out / "report.png").unlink(missing_ok=True)  # one of an earlier report would say something else
+    for_people(out, report, as_png=as_png)
 
 
 def _items(file: PairFile, data: str, options: dict[str, Any]) -> Chosen:

@@ -185,7 +185,7 @@ def test_a_stopped_training_goes_on_only_as_it_was_asked_for(
     assert (other.exit_code, "options.seed" in other.stderr) == (1, True)
     end = tmp_path / "end"
     (end / "final" / "projector_0.json").mkdir(parents=True)  # nothing can be written there
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(LoadFailed, match="cannot be written"):
         train_pair(end, "end", sharer, receiver, read_items(data), plan, every=3)
     (end / "final" / "projector_0.json").rmdir()
     assert train(models, data, end, *options, "--resume").exit_code == 0

@@ -204,7 +204,7 @@ def load_official(
     network's, or models whose KV it does not fit.
     """
     weights = folder / "final" if (folder / "final").is_dir() else folder
-    config, recipe = _recipe(folder)
+    config, recipe = recipe_of(folder)
     links = _links(weights, recipe, receiver, sharer, (place, sharers))
     needed = sorted({link.projector for link in links if link})
     shapes = {index: projector_shape(weights / f"projector_{index}.json") for index in needed}
@@ -225,11 +225,11 @@ def load_official(
 
 def includes_response(folder: Path) -> bool:
     """Whether its recipe fuses the answer too. Raises LoadFailed."""
-    return bool(_one_of(*_recipe(folder), "include_response", (False, True)))
+    return bool(_one_of(*recipe_of(folder), "include_response", (False, True)))
 
 
-def _recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Where it stands, and what it says of the model."""
+def recipe_of(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Where it stands, and what it says of the model. Raises LoadFailed."""
     config = next((p for p in (folder / "config.json", folder.parent / "config.json") if p.is_file()), None)
     if config is None:
         raise LoadFailed(f"{folder}: no config.json, which says how the fuser must be run")

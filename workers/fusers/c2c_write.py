@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from workers.files import replacing
 from workers.fusers.base import KVShape
 from workers.fusers.c2c import C2CFuser, Link, Official
+from workers.fusers.folder import write_tensors
 from workers.fusers.projector import C2CProjector, ProjectorShape, last_aligned
 
 
@@ -57,10 +58,10 @@ def fresh(
 
 
 def save_official(folder: Path, official: Official, training: dict[str, Any]) -> None:
-    """`config.json` and `final/`, weights as safetensors. `training` is kept in `config.json`, and read by nobody."""
-    final = folder / "final"
-    final.mkdir(parents=True, exist_ok=True)
-    fuser = official.fuser
+    """`config.json` and `final/`, weights as safetensors. `training` is kept in `config.json`, and read by nobody.
+    Raises LoadFailed.
+    """
+    final, fuser = folder / "final", official.fuser
     first = next(iter(fuser.projectors.values())).shape
     model = {
         "base_model": official.receiver,
@@ -73,15 +74,17 @@ def save_official(folder: Path, official: Official, training: dict[str, Any]) ->
         "mapping": "last_aligned",
     }
     for index, projector in fuser.projectors.items():
-        tensors = {name: t.detach().cpu().contiguous() for name, t in projector.state_dict().items()}
-        file = final / f"projector_{index}.safetensors"
-        save_file(tensors, file)
-        file.chmod(0o644)  # safetensors creates it for its owner alone
+        write_tensors(final / f"projector_{index}.safetensors", projector.state_dict())
         named = {"class": "C2CProjector", "init_args": asdict(projector.shape)}
-        (final / f"projector_{index}.json").write_text(json.dumps(named, indent=1) + "\n")
+        _write(final / f"projector_{index}.json", json.dumps(named, indent=1))
     links = {str(t): [[link.source, link.projector]] for t, link in enumerate(fuser.links) if link}
-    (final / "projector_config.json").write_text(json.dumps({"0": {"1": links}}) + "\n")
-    (folder / "config.json").write_text(json.dumps({"model": model, "training": training}, indent=1) + "\n")
+    _write(final / "projector_config.json", json.dumps({"0": {"1": links}}))
+    _write(folder / "config.json", json.dumps({"model": model, "training": training}, indent=1))
+
+
+def _write(file: Path, text: str) -> None:
+    with replacing(file) as aside:
+        aside.write_text(text + "\n")
 
 
 def _arguments(shape: ProjectorShape) -> dict[str, Any]:

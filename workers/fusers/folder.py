@@ -13,6 +13,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from workers.errors import LoadFailed
+from workers.files import content, replacing
 from workers.pairs import FuserInfo, read_pair
 
 WEIGHTS = "fuser.safetensors"
@@ -27,10 +28,10 @@ def read_weights(folder: Path, kind: str) -> tuple[FuserInfo, dict[str, Tensor]]
     file = folder / WEIGHTS
     try:
         # Loaded from the bytes that were digested: a mapped file would change under a pair that runs.
-        held = file.read_bytes()
+        held = content(file, None)
         digest = hashlib.sha256(held).hexdigest()
         tensors = load(held)
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise LoadFailed(f"{file}: cannot be read ({error})") from error
     if digest != info.digest:
         raise LoadFailed(f"{file}: its SHA-256 is {digest[:12]}…, pair.json says {info.digest[:12]}…")
@@ -60,12 +61,14 @@ def fitted(build: Callable[[], _Net], tensors: Mapping[str, Tensor], folder: Pat
 
 
 def save_weights(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write the tensors as they are; returns the SHA-256 of the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{WEIGHTS}.tmp"
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, aside)
-    # safetensors creates the file for its owner alone; a pair is meant to be installed and shared.
-    aside.chmod(0o644)
-    digest = hashlib.sha256(aside.read_bytes()).hexdigest()
-    aside.rename(folder / WEIGHTS)
-    return digest
+    """Write the tensors as they are; returns the SHA-256 of the file. Raises LoadFailed."""
+    write_tensors(folder / WEIGHTS, tensors)
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """As safetensors. Raises LoadFailed."""
+    with replacing(file, SafetensorError) as aside:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, aside)
+        # safetensors creates the file for its owner alone; a pair is meant to be installed and shared.
+        aside.chmod(0o644)
