@@ -226,14 +226,16 @@ def report_of(
         change_v=_by_layer([r.change_v for r in runs]),
         weight_bytes=dict(others.bytes),
         slices=_slices(rights, items),
-        notes=(*_notes(measured, best, state), *notes),
+        notes=(*_notes(measured, best if retention is not None else "", state), *notes),
     )
 
 
-def _retention(measured: Measured, rights: Mapping[str, list[bool]], best: str, state: PairState) -> Interval:
-    """Against the better of the two that read everything. The same weights must say the same, right or wrong."""
+def _retention(measured: Measured, rights: Mapping[str, list[bool]], best: str, state: PairState) -> Interval | None:
+    """Against the better of the two that read everything; none where that is never right. The same weights must say the
+    same, right or wrong.
+    """
     if state.fuser != "identity":
-        return paired(rights["cache"], rights[best], measured.clusters, ratio=True)
+        return paired(rights["cache"], rights[best], measured.clusters, ratio=True) if any(rights[best]) else None
     both = zip(measured.answers["cache"], measured.answers["receiver"], strict=True)
     return wilson(sum(ours.text == theirs.text for ours, theirs in both), len(measured.items))
 
@@ -242,7 +244,7 @@ def _notes(measured: Measured, best: str, state: PairState) -> list[str]:
     found = []
     if state.fuser == "identity":
         found = ["Retention is the share of answers that are the receiver's own, word for word."]
-    elif state.mode == "handover":
+    elif state.mode == "handover" and best:
         found = [f"Retention is measured against {best}."]
     found += [f"{count} items were left out: {why}." for why, count in measured.left_out.items()]
     if any(item.choices for item in measured.items):

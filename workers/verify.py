@@ -17,6 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from workers import score
 from workers.cache import KVCache
 from workers.fusers.base import Fuser
 from workers.fusers.linear import LinearFuser
@@ -24,13 +25,13 @@ from workers.fusers.lite import LiteFuser
 from workers.greedy import answers, read
 from workers.loader import Loaded
 from workers.pairs import FORMAT, Interval, Report, canonical, fingerprint, is_sharer, shape_recipe
+from workers.score import Z
 
 ROUTES = ("receiver", "reads_all", "no_context", "cache", "shuffled", "zero")
 MIN_N = 100
 """Fewer questions prove nothing, however many of them were right."""
 MARGIN = 0.97
 """Non-inferiority: retention whose lower bound is below this is not proven."""
-_Z = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,9 @@ def wilson(hits: int, n: int) -> Interval:
     """Share with its 95 % Wilson interval."""
     if n == 0:
         return Interval(0.0, 0.0, 1.0, 0)
-    share, z2 = hits / n, _Z * _Z
+    share, z2 = hits / n, Z * Z
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z * ((share * (1 - share) / n + z2 / (4 * n * n)) ** 0.5) / (1 + z2 / n)
+    half = Z * ((share * (1 - share) / n + z2 / (4 * n * n)) ** 0.5) / (1 + z2 / n)
     return _interval(share, max(0.0, middle - half), min(1.0, middle + half), n)
 
 
@@ -164,27 +165,25 @@ def _interval(value: float, low: float, high: float, n: int) -> Interval:
 def paired(
     ours: Sequence[bool], theirs: Sequence[bool], clusters: Sequence[int], *, ratio: bool, seed: int = 0
 ) -> Interval:
-    """Difference or ratio of two shares over the same questions; 95 % bootstrap over whole contexts.
-
-    Where the two never differ the bootstrap would claim certainty: the Wilson bound on "never" stands in for it.
+    """Difference or ratio of two shares over the same questions, with a 95 % interval: what a bootstrap over whole
+    contexts says, and the score interval, which knows of no contexts but holds where few questions tell the two apart,
+    or none. For a ratio `theirs` must be right somewhere.
     """
     a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
-    n = len(a)
-    if np.array_equal(a, b):
-        doubt = 1.0 - wilson(n, n).low
-        middle = 1.0 if ratio else 0.0
-        return _interval(middle, middle - doubt, middle if ratio else doubt, n)
+    n, both = len(a), int((a * b).sum())
+    only_ours, only_theirs = int(a.sum()) - both, int(b.sum()) - both
+    bounds = score.ratio(both, only_ours, only_theirs) if ratio else score.difference(only_ours, only_theirs, n)
     _, at = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.stack([np.bincount(at, weights=w) for w in (a, b, np.ones(n))])
     draws = np.random.default_rng(seed).integers(0, sums.shape[1], size=(4000, sums.shape[1]))
     hits_a, hits_b, counts = sums[:, draws].sum(axis=2)
     value, sample = (
-        (a.sum() / max(1.0, b.sum()), hits_a / np.maximum(1.0, hits_b))
+        (a.sum() / b.sum(), hits_a / np.maximum(1.0, hits_b))
         if ratio
         else (a.mean() - b.mean(), (hits_a - hits_b) / counts)
     )
     low, high = np.quantile(sample, (0.025, 0.975))
-    return _interval(value, low, high, n)
+    return _interval(value, min(low, bounds[0]), max(high, bounds[1]), n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ def _judge_fuse(e: Evidence, min_gain: float) -> tuple[str, str]:
 
 def _judge_handover(e: Evidence, margin: float) -> tuple[str, str]:
     if e.retention is None:
-        return "unproven", "no retention against reading everything was measured"
+        return "unproven", "no retention was measured: that takes a model that reads everything, and is right somewhere"
     cache, without = e.accuracy.get("cache"), e.accuracy.get("no_context")
     if cache is not None and without is not None and cache.high < without.low:
         return "harmful", f"worse than with no context at all: {cache.value:.3f} against {without.value:.3f}"
@@ -285,7 +284,7 @@ def make_report(
     n, right = len(outcome), outcome.right
     accuracy = {route: wilson(sum(right[route]), n) for route in ROUTES}
     best = max(("reads_all", "receiver"), key=lambda route: accuracy[route].value)
-    retention = paired(right["cache"], right[best], outcome.case, ratio=True)
+    retention = paired(right["cache"], right[best], outcome.case, ratio=True) if any(right[best]) else None
     gain = paired(right["cache"], right["receiver"], outcome.case, ratio=False)
     verdict, reason = judge(Evidence(fuser.kind, "handover", n, accuracy, gain, retention))
     return Report(

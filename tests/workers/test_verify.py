@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.tiny import tiny, tiny_pair
+from workers import score
 from workers.cache import KVCache
 from workers.fusers.base import Change
 from workers.fusers.identity import IdentityFuser
@@ -18,6 +21,7 @@ from workers.greedy import answers, read
 from workers.loader import Loaded
 from workers.pairs import Interval, read_pair, read_report
 from workers.verify import (
+    MARGIN,
     ROUTES,
     Case,
     Evidence,
@@ -173,6 +177,86 @@ def test_no_difference_is_no_certainty() -> None:
     """Routes that never differ have the interval that so many questions allow, not none."""
     few, many = (paired([True] * n, [True] * n, list(range(n)), ratio=True) for n in (15, 300))
     assert few.low < 0.9 < 0.97 < many.low < 1
+
+
+def _likeliest(cells: Callable[[float], list[tuple[int, float]]], low: float, high: float) -> float:
+    """The free share under which these counts are likeliest, by thirds: what is searched has one top."""
+
+    def unlikely(share: float) -> float:
+        return -sum(count * math.log(max(chance, 1e-300)) for count, chance in cells(share) if count)
+
+    for _ in range(80):
+        third = (high - low) / 3
+        low, high = (low, high - third) if unlikely(low + third) < unlikely(high - third) else (low + third, high)
+    return (low + high) / 2
+
+
+def _not_rejected(statistic: Callable[[float], float], values: Sequence[float]) -> tuple[float, float]:
+    kept = [value for value in values if abs(statistic(value)) <= 1.959964]
+    return min(kept), max(kept)
+
+
+TABLES = [(60, 12, 5, 23), (97, 0, 3, 0), (95, 4, 0, 1), (10, 6, 9, 75), (40, 0, 0, 60)]
+"""Both right, ours only, theirs only, neither."""
+
+
+@pytest.mark.parametrize(("both", "ours", "theirs", "neither"), TABLES)
+def test_the_interval_of_a_difference_is_what_its_test_does_not_reject(
+    both: int, ours: int, theirs: int, neither: int
+) -> None:
+    """By definition: each difference is tried, under the shares that make the counts likeliest, which are searched."""
+    n = both + ours + theirs + neither
+
+    def statistic(d: float) -> float:
+        q = _likeliest(lambda q: [(ours, q + d), (theirs, q), (both + neither, 1 - 2 * q - d)], max(0, -d), (1 - d) / 2)
+        return (ours - theirs - n * d) / math.sqrt(max(1e-9, n * (2 * q + d - d * d)))
+
+    tried = [d / 500 for d in range(-100, 101)]
+    assert score.difference(ours, theirs, n) == pytest.approx(_not_rejected(statistic, tried), abs=2.1e-3)
+
+
+@pytest.mark.parametrize(("both", "ours", "theirs", "neither"), TABLES)
+def test_the_interval_of_a_ratio_is_what_its_test_does_not_reject(
+    both: int, ours: int, theirs: int, neither: int
+) -> None:
+    """The same of the ratio; and with the sides changed it is turned over."""
+    n = both + ours + theirs + neither
+    some = (both + ours + theirs) / n
+
+    def statistic(r: float) -> float:
+        def cells(q: float) -> list[tuple[int, float]]:
+            return [(both, (some - q) / r - q), (ours, some - (some - q) / r), (theirs, q)]
+
+        (_, p11), (_, p10), (_, p01) = cells(_likeliest(cells, max(0.0, some * (1 - r)), some / (1 + r)))
+        return (both + ours - r * (both + theirs)) / math.sqrt(n * (p10 + r * r * p01 + (1 - r) ** 2 * p11))
+
+    low, high = score.ratio(both, ours, theirs)
+    step = (high - low) / 200
+    tried = [low + step * i for i in range(-40, 241) if low + step * i > 0]
+    assert (low, high) == pytest.approx(_not_rejected(statistic, tried), abs=1.1 * step)
+    assert score.ratio(both, theirs, ours) == pytest.approx((1 / high, 1 / low), rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [100, 130, 200, 300, 600])
+def test_a_pair_below_the_bar_is_seldom_verified(n: int) -> None:
+    """One that keeps exactly 0.97 of what is always right passes by luck in one run of 40 at most, of all there are."""
+    passes = [
+        paired([i >= k for i in range(n)], [True] * n, range(n), ratio=True).low >= MARGIN for k in range(n // 50)
+    ]
+    chance = sum(math.comb(n, k) * 0.03**k * 0.97 ** (n - k) for k, passed in enumerate(passes) if passed)
+    assert chance <= 0.025
+    assert (any(passes), passes[-1]) == (n >= 130, False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_a_gain_is_proven_only_where_its_test_says_so(better: int, worse: int) -> None:
+    """However few items tell the two apart, nothing is on one side of 0 that McNemar's test does not put there."""
+    ours = [i < better for i in range(100)]
+    theirs = [better <= i < better + worse for i in range(100)]
+    found = paired(ours, theirs, range(100), ratio=False)
+    if found.low > 0 or found.high < 0:
+        assert (better - worse) ** 2 > 1.959**2 * (better + worse)
 
 
 def test_clusters_widen_the_interval() -> None:
