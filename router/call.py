@@ -11,12 +11,13 @@ import msgspec
 from policies.facts import Decision, Facts, Hint
 
 if TYPE_CHECKING:
+    from router.http import AtOnce
     from router.places import Place
     from router.tenants import Tenant
     from router.upload import Upload
 
 
-Push = Callable[[Callable[[bytes], bool], Callable[[], Awaitable[None]]], Awaitable[bytes]]
+Push = Callable[["AtOnce", list[bytes] | None], Awaitable[bytes]]
 
 
 @dataclass(slots=True)

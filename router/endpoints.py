@@ -172,7 +172,8 @@ class Streaming:
         """Relay to the end; a hang-up, ours or the upstream's, closes everything in either direction."""
         outcome: Outcome = "abandoned"
         try:
-            await self._caller.begin(self._reply.status, answer_lines(self._course, self._reply) + _STREAM)
+            lines = answer_lines(self._course, self._reply) + _STREAM
+            await self._caller.begin(self._reply.status, lines, soon=self._reply.push is not None and not self._hold)
             last = await self._relay()
             outcome = "cut" if self._reply.error else "ok"
             await self._end(outcome, last)
@@ -185,10 +186,10 @@ class Streaming:
         """All frames but the last, which is given back."""
         frames, held = self._reply.frames, b""
         assert frames is not None  # noqa: S101  (run is for streams)
-        pushed, push = self._reply.push, self._caller.push
+        push, at_once = self._reply.push, self._caller.at_once
         try:
-            if pushed is not None and push is not None and not self._hold:
-                held = await pushed(push if self._said is None else partial(self._say, push), self._caller.room)
+            if push is not None and at_once is not None and not self._hold:
+                held = await push(at_once, self._said)
                 if self._said is not None:
                     self._said.append(held)
                 return held
@@ -210,11 +211,6 @@ class Streaming:
             self._reply.error = "internal_error"
             return error_frame(RouterError("The router failed.", code="internal_error"))
         return held
-
-    def _say(self, push: Callable[[bytes], bool], frame: bytes) -> bool:
-        if self._said is not None:
-            self._said.append(frame)
-        return push(frame)
 
     async def _end(self, outcome: Outcome, last: bytes) -> None:
         try:

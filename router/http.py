@@ -102,8 +102,8 @@ class Caller(Protocol):
     async def whole(self, status: int, lines: bytes, body: bytes) -> None:
         """One whole answer; `lines` are its headers as `head_lines` makes them, but for what frames the body."""
 
-    async def begin(self, status: int, lines: bytes) -> None:
-        """The head of an answer in pieces."""
+    async def begin(self, status: int, lines: bytes, *, soon: bool = False) -> None:
+        """The head of an answer in pieces. Where the first piece follows at once (`soon`), it may leave with that."""
 
     async def piece(self, body: bytes) -> None:
         """A piece of it, once the caller has room for that."""
@@ -112,14 +112,24 @@ class Caller(Protocol):
         """The last piece."""
 
     @property
-    def push(self) -> Callable[[bytes], bool] | None:
-        """Says a piece at once, and answers whether there is room for another. None where only `piece` can."""
-
-    async def room(self) -> None:
-        """Wait until there is room for another piece."""
+    def at_once(self) -> AtOnce | None:
+        """The same caller, who can be told a piece without waiting; None where only `piece` can."""
 
     def over(self) -> None:
         """All is said, and a closed connection no hang-up. `whole` and `end` say so themselves."""
+
+
+class AtOnce(Protocol):
+    """A caller who is told pieces without anybody waiting. All answer whether there is room for another."""
+
+    def push(self, body: bytes) -> bool:
+        """A piece of an answer that has begun."""
+
+    def push_chunks(self, chunks: bytes) -> bool:
+        """Pieces that are framed already, as whole chunks of HTTP/1.1."""
+
+    async def room(self) -> None:
+        """Wait until there is room for another piece."""
 
 
 async def refuse(caller: Caller, error: RouterError, headers: Mapping[str, str]) -> None:
@@ -131,7 +141,7 @@ async def refuse(caller: Caller, error: RouterError, headers: Mapping[str, str])
 class AsgiCaller:
     """Who asked, behind an ASGI server. A context manager to put around the answer, once the body has been read."""
 
-    push = None
+    at_once = None
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._send = send
@@ -149,7 +159,7 @@ class AsgiCaller:
         await self.begin(status, b"%bcontent-length: %d\r\n" % (lines, len(body)))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def begin(self, status: int, lines: bytes) -> None:
+    async def begin(self, status: int, lines: bytes, *, soon: bool = False) -> None:
         headers = [tuple(line.split(b": ", 1)) for line in lines.split(b"\r\n")[:-1]]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -159,9 +169,6 @@ class AsgiCaller:
     async def end(self, body: bytes) -> None:
         self.over()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def room(self) -> None:
-        """The server waits itself, in `send`."""
 
     def over(self) -> None:
         self._watch.over()

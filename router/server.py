@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.errors import BadRequest, RouterError
-from router.http import Header, first_of_each, head_lines, refuse
+from router.http import AtOnce, Header, first_of_each, head_lines, refuse
 
 log = structlog.get_logger("twolane.router")
 
@@ -49,6 +49,7 @@ class Exchange:
         "_begun",
         "_connection",
         "_gone",
+        "_opening",
         "_task",
         "body",
         "disconnected",
@@ -69,6 +70,8 @@ class Exchange:
         self._connection = connection
         self._begun = False
         self._gone = False
+        self._opening = b""
+        """A head that leaves with the first piece."""
         self._task: asyncio.Task[None] | None = None
         """What a hang-up cancels."""
 
@@ -80,19 +83,33 @@ class Exchange:
             self._begun = True
             self._end(b"%bcontent-length: %d\r\n\r\n%b" % (self._head(status, lines), len(body), body))
 
-    async def begin(self, status: int, lines: bytes) -> None:
+    async def begin(self, status: int, lines: bytes, *, soon: bool = False) -> None:
         if not self.disconnected:
             self._begun = True
-            self._connection.transport.write(self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n")
+            head = self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n"
+            if soon:
+                self._opening = head
+            else:
+                self._connection.transport.write(head)
 
     async def piece(self, body: bytes) -> None:
         await self.room()
         self.push(body)
 
+    @property
+    def at_once(self) -> AtOnce | None:
+        return self
+
     def push(self, body: bytes) -> bool:
-        if body and not self.disconnected:
-            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return not self._connection.flow.write_paused
+        return self.push_chunks(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+
+    def push_chunks(self, chunks: bytes) -> bool:
+        if self._opening:
+            chunks, self._opening = self._opening + chunks, b""
+        connection = self._connection
+        if not self.disconnected:
+            connection.transport.write(chunks)
+        return not connection.flow.write_paused
 
     async def room(self) -> None:
         if self._connection.flow.write_paused and not self.disconnected:
@@ -145,7 +162,7 @@ class Exchange:
 
     def _end(self, last: bytes) -> None:
         connection = self._connection
-        connection.transport.write(last)
+        connection.transport.write(self._opening + last)
         self.response_complete = True
         if not self.keep_alive:
             connection.transport.close()
@@ -161,7 +178,11 @@ class Unframed(Exchange):
         super().__init__(connection, path, headers)
         self.keep_alive = False
 
-    async def begin(self, status: int, lines: bytes) -> None:
+    @property
+    def at_once(self) -> None:
+        """There are no chunks that could pass as they are."""
+
+    async def begin(self, status: int, lines: bytes, *, soon: bool = False) -> None:
         if not self.disconnected:
             self._begun = True
             self._connection.transport.write(self._head(status, lines) + b"\r\n")

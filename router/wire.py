@@ -285,27 +285,8 @@ class Answer(msgspec.Struct, gc=False):
 _answer = msgspec.json.Decoder(Answer)
 
 
-class _Any(msgspec.Struct, gc=False):
-    """A JSON object whose members are proved and passed over."""
-
-
-_any = msgspec.json.Decoder(_Any)
-_NULLS = (b'"usage":null', b'"usage": null')
-"""As many servers write it into every event but the last."""
-
-
-prove_object = _any.decode
+prove = _answer.decode
 """Raises msgspec.DecodeError where bytes are no JSON object, and RecursionError where they are nested too deeply."""
-
-
-def unmarked(events: bytes) -> bool:
-    """No name of a member of `Answer` stands anywhere in these bytes, but for a `usage` that is null."""
-    return (
-        b'"error"' not in events
-        and b'"twolane"' not in events
-        and b'"response"' not in events
-        and (b'"usage"' not in events or events.count(b'"usage"') == sum([events.count(null) for null in _NULLS]))
-    )
 
 
 def read_answer(body: bytes) -> Answer | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
+from router.http import AtOnce
 from router.transports.http1 import Answer, Malformed
 from router.transports.stream import Stream
 from router.transports.upstream_errors import translate
@@ -40,25 +40,28 @@ class Frames:
             await self._end()
         raise StopAsyncIteration
 
-    async def push(self, take: Callable[[bytes], bool], room: Callable[[], Awaitable[None]]) -> bytes:
-        """The same, with nobody woken for a frame: `take` gets each as it comes, and the last is given back instead.
+    async def push(self, caller: AtOnce, said: list[bytes] | None) -> bytes:
+        """The same, with nobody woken for a frame: the caller is told each as it comes, and the last is given back.
 
-        Where `take` answers False, `room` is awaited before the next.
+        What the caller was told is noted in `said`.
         """
         frame, self._first = self._first, b""
-        if frame and not self._stream.done and not take(frame):
-            await room()
+        if frame and not self._stream.done:
+            if said is not None:
+                said.append(frame)
+            if not caller.push(frame):
+                await caller.room()
         while not self._stream.done:
-            frame = await self._pass(take)
+            frame = await self._pass(caller, said)
             if not self._stream.done:
-                await room()
+                await caller.room()
         if not self._ended:
             await self._end()
         return frame
 
-    async def _pass(self, take: Callable[[bytes], bool]) -> bytes:
+    async def _pass(self, caller: AtOnce, said: list[bytes] | None) -> bytes:
         """Let frames pass until there is no room, or to the last, which is given back."""
-        answer, passing = self._answer, _Passing(self._answer, self._stream, take, self._timeout)
+        answer, passing = self._answer, _Passing(self._answer, self._stream, caller, said, self._timeout)
         try:
             while not passing.stopped:
                 if data := answer.now():
@@ -114,15 +117,30 @@ class Frames:
 class _Passing:
     """Frames on their way from a connection's reads to the caller, while the task that relays them sleeps."""
 
-    __slots__ = ("_answer", "_heard", "_loop", "_stream", "_take", "_timeout", "_timer", "fault", "last", "stopped")
+    __slots__ = (
+        "_answer",
+        "_caller",
+        "_heard",
+        "_loop",
+        "_said",
+        "_stream",
+        "_timeout",
+        "_timer",
+        "fault",
+        "last",
+        "stopped",
+    )
 
-    def __init__(self, answer: Answer, stream: Stream, take: Callable[[bytes], bool], timeout: float) -> None:
+    def __init__(
+        self, answer: Answer, stream: Stream, caller: AtOnce, said: list[bytes] | None, timeout: float
+    ) -> None:
         self.stopped = False
         self.last = b""
         self.fault: Exception | None = None
         self._answer = answer
         self._stream = stream
-        self._take = take
+        self._caller = caller
+        self._said = said
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._heard = time.monotonic()
@@ -136,17 +154,40 @@ class _Passing:
                 self.stopped = True
             elif frame:  # a comment is no answer
                 self._heard = time.monotonic()
-                self.stopped = not self._take(frame)
+                if self._said is not None:
+                    self._said.append(frame)
+                self.stopped = not self._caller.push(frame)
         except Exception as error:  # the connection that calls has nothing to do with it: told to who waits
             self.fault = error
             self.stopped = True
         return not self.stopped
 
+    def through(self, data: bytes) -> bool:
+        """Pass a read on as it came, framing and all, where it is a chunk of one plain event.
+
+        Where a model is slower than the wire, nearly every read is: so this is all that an event costs.
+        """
+        try:
+            frame = self._stream.chunk(data)
+            if not frame:
+                return False
+            self._heard = time.monotonic()
+            if self._said is not None:
+                self._said.append(frame)
+            if not self._caller.push_chunks(data):
+                self.stopped = True
+                self._answer.stop()
+        except Exception as error:  # as in `feed`
+            self.fault = error
+            self.stopped = True
+            self._answer.stop()
+        return True
+
     async def wait(self) -> None:
         """Until it is stopped or the answer ends; one that is silent for too long is ended."""
         self._timer = self._loop.call_later(self._timeout, self._silent)
         try:
-            await self._answer.pour(self.feed)
+            await self._answer.pour(self.feed, self.through)
         finally:
             self._timer.cancel()
 

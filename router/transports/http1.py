@@ -97,6 +97,7 @@ class Answer:
         "_waiter",
         "headers",
         "status",
+        "through",
         "whole",
     )
 
@@ -114,6 +115,8 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._paused: asyncio.ReadTransport | None = None
         self._sink: Callable[[bytes], bool] | None = None
+        self.through: Callable[[bytes], bool] | None = None
+        """Offered reads as they are, where they begin with a chunk; takes one whole, or leaves it (False)."""
 
     @property
     def at_end(self) -> bool:
@@ -138,18 +141,23 @@ class Answer:
             await self._wait()
         return self.now()
 
-    async def pour(self, sink: Callable[[bytes], bool]) -> None:
-        """Give what comes straight to `sink`, until that answers False, the answer is whole, or it fails.
+    async def pour(self, sink: Callable[[bytes], bool], through: Callable[[bytes], bool] | None = None) -> None:
+        """Give what comes straight to `sink`, until that answers False, `stop`, the answer is whole, or it fails.
 
-        Nothing may be waiting to be read. `sink` is called by the connection, in the middle of its reading: it must not
-        raise, nor wait. Of what ends the answer early the next `now` tells.
+        Nothing may be waiting to be read. Both are called by the connection, in the middle of its reading: they must
+        not raise, nor wait. Of what ends the answer early the next `now` tells.
         """
-        self._sink = sink
+        self._sink, self.through = sink, through
         try:
             while self._sink is not None and not self.whole and self._error is None:
                 await self._wait()
         finally:
-            self._sink = None
+            self._sink = self.through = None
+
+    def stop(self) -> None:
+        """Pour no more: what comes from now on waits to be read."""
+        self._sink = self.through = None
+        self._wake()
 
     def close(self) -> None:
         """Hang up, unless all of it has come. Safe to call twice."""
@@ -178,8 +186,7 @@ class Answer:
     def feed(self, body: bytes, transport: asyncio.ReadTransport) -> None:
         if self._sink is not None:
             if not self._sink(body):
-                self._sink = None
-                self._wake()
+                self.stop()
             return
         self._parts.append(body)
         self._size += len(body)
@@ -230,6 +237,8 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self.on_body = self._parts.append
         """For httptools: pieces that share a read are handed on together, and none of them costs a call of ours."""
+        self._between = False
+        """The parser has read a chunk to its end, and nothing of another: whole ones may pass it by."""
         self._parser = httptools.HttpResponseParser(self)
         # What browsers and other clients forgive a server, too.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
@@ -265,6 +274,8 @@ class Connection(asyncio.Protocol):
         if answer is None:  # nothing was asked
             self.abort()
             return
+        if self._between and answer.through is not None and answer.through(data):
+            return
         if not answer.status:
             # The parser has no bound of its own: a head without end would fill memory.
             self._head += len(data)
@@ -273,6 +284,9 @@ class Connection(asyncio.Protocol):
                 return
         try:
             self._parser.feed_data(data)
+            # A piece that ends before its read does is the last of its chunk.
+            parts = self._parts
+            self._between = bool(parts) and parts[-1].endswith(b"\n\n") and data.endswith(b"\n\n\r\n")
             self._hand_on()
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._hand_on()

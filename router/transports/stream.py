@@ -6,6 +6,7 @@ Bytes in, whole events out; the connection belongs to `openai_http`.
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 
 import msgspec
 
@@ -13,18 +14,20 @@ from router.call import Reply
 from router.errors import TransportError, Unavailable
 from router.transports.upstream_errors import in_answer
 from router.wire import (
+    ABSENT,
     DONE,
+    NULL,
+    Answer,
     Splitter,
     error_frame,
     finished,
     frame,
-    prove_object,
+    prove,
     read_answer,
     read_output,
     read_tier,
     read_usage,
     told,
-    unmarked,
     without_run,
     without_usage,
 )
@@ -32,6 +35,8 @@ from router.wire import (
 _CUT = "The upstream's stream ended before the answer was complete."
 
 _BETWEEN = b"\n\ndata: "
+_CHUNK_END = b"\n\n\r\n"
+"""Where a chunk ends that ends with an event."""
 _SHORT = 16
 """Bytes: a longer event is not `[DONE]`, whatever blanks stand around that."""
 
@@ -67,20 +72,28 @@ class Stream:
 
     def _plain(self, data: bytes) -> bool:
         """All of a read are whole events with nothing for us in them, as nearly all reads: they pass as they came."""
-        if b"\r" in data or not data.startswith(b"data: ") or not unmarked(data):
+        if not data.startswith(b"data: "):
             return False
-        blocks = data[6:-2].split(_BETWEEN)
-        # A line end more shows an event of another form.
-        if data.count(b"\n") != 2 * len(blocks):
-            return False
-        try:
-            for block in blocks:
-                prove_object(block)
-        except (msgspec.DecodeError, RecursionError):
+        events = data[6:-2].split(_BETWEEN)
+        if not _bare(events):
             return False
         self.began = True
-        self._tail.extend(blocks)
+        self._tail.extend(events)
         return True
+
+    def chunk(self, data: bytes) -> bytes:
+        """The event that a read holds, where it is one such event and nothing else, in one chunk of HTTP/1.1."""
+        end = len(data) - 4
+        openings = _openings(end)
+        if self._splitter.rest or data.find(_CHUNK_END) != end or not data.startswith(openings):
+            return b""
+        frame = data[len(openings[0]) : -2]
+        event = frame[6:-2]
+        if not _bare([event]):
+            return b""
+        self.began = True
+        self._tail.append(event)
+        return frame
 
     def finish(self) -> bytes:
         """The upstream ended its stream: `[DONE]` if the answer is whole, else an error event."""
@@ -144,3 +157,37 @@ class Stream:
                 read_tier(completed.service_tier, self._reply.usage)
                 read_output(completed.output, self._reply.usage)
         return data
+
+
+def _bare(events: list[bytes]) -> bool:
+    """They are JSON objects in one line each, and none tells of anything that we would have to read or change."""
+    flat = b"".join(events)
+    if b"\n" in flat or b"\r" in flat:
+        return False
+    try:
+        said = list(map(prove, events))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return said.count(_NOTHING) == len(said) or all(map(_tells_nothing, said))
+
+
+_NOTHING = Answer()
+
+
+def _tells_nothing(said: Answer) -> bool:
+    return (
+        said.error is ABSENT
+        and said.twolane is ABSENT
+        and said.response is ABSENT
+        and (said.usage is ABSENT or said.usage == NULL)  # many servers write null into all events but the last
+    )
+
+
+@lru_cache(maxsize=1024)
+def _openings(end: int) -> tuple[bytes, ...]:
+    """How a read may begin that is one chunk, by where `_CHUNK_END` stands in it: with the chunk's size."""
+    for digits in range(1, 8):
+        size = b"%x" % (end - digits)
+        if len(size) == digits:
+            return size + b"\r\n", size.upper() + b"\r\n"
+    return ()
