@@ -110,16 +110,17 @@ def _relayed(settings: Settings, relay: Deployment, plain: dict[str, Tariff]) ->
     sharer, receiver = (_dearest(settings, group, plain) for group in (params.sharer, params.receiver))
     hint = params.max_hint_tokens
     price = Price(sharer.price.prompt + receiver.price.prompt, receiver.price.completion)
-    flat = hint * (sharer.price.completion + receiver.price.prompt)
+    flat = hint * (sharer.price.completion + receiver.price.prompt) + sharer.flat + receiver.flat
     return Tariff(price, max(sharer.device_usd_s, receiver.device_usd_s), flat)
 
 
 def _dearest(settings: Settings, group: str, plain: dict[str, Tariff]) -> Tariff:
     members = settings.groups.get(settings.group(group) or "", ())
-    found = [plain[d.id] for d in members if d.kind not in ("relay", "cache")]
+    name = settings.routing.aliases.get(group, group)  # a wildcard is asked for the model that the relay names
+    found = [plain[d.id].of(name) for d in members if d.kind not in ("relay", "cache")]
 
     def most(values: Iterable[float]) -> float:
         return max(values, default=0.0)
 
     price = Price(most(t.price.prompt for t in found), most(t.price.completion for t in found))
-    return Tariff(price, most(t.device_usd_s for t in found))
+    return Tariff(price, most(t.device_usd_s for t in found), most(t.price.fee({}) for t in found))

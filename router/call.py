@@ -128,6 +128,8 @@ class Reply:
     None where nobody can tell."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
+    hint_left_out: bool = False
+    """The receiver had no room for it, and answered alone."""
 
     @property
     def push(self) -> Push | None:

@@ -131,6 +131,8 @@ class Course:
                 event.cached_tokens = reply.usage.cached_tokens
             elif reply.usage.unreadable:
                 event.usage = "unreadable"
+            if reply.hint_left_out:
+                event.hint = "left_out"
             if self.transport == "cache" and reply.usage.known:
                 event.kv_reused, event.kv_total = reply.usage.cached_tokens, reply.usage.prompt_tokens
         if self.estimate is not None:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from router.errors import Refused, RouterError, TransportError
 from router.settings import Routing
-from router.transports.upstream_errors import CONTENT_CODES, CONTEXT_EXCEEDED
-
-_CONTEXT = frozenset({CONTEXT_EXCEEDED, "context_too_long"})
+from router.transports.upstream_errors import CONTENT_CODES, CONTEXT_CODES
 
 
 def after(routing: Routing, group: str, error: RouterError, asked: str | None = None) -> tuple[str, ...]:
@@ -17,7 +15,7 @@ def after(routing: Routing, group: str, error: RouterError, asked: str | None = 
     `asked`: the name that the caller knows the group by, an alias or one that fits a wildcard. What is written for
     that name goes before what is written for the group.
     """
-    if error.code in _CONTEXT:
+    if error.code in CONTEXT_CODES:
         found = _of(routing.context_window_fallbacks, group, asked)
     elif error.code in CONTENT_CODES:
         found = _of(routing.content_policy_fallbacks, group, asked)

@@ -60,6 +60,8 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     cached_tokens: int | None = None
     usage: str | None = None
     """`unreadable`: the upstream told what no answer can have used."""
+    hint: str | None = None
+    """`left_out`: the receiver of a relay had no room for it, and answered alone."""
     kv_reused: int | None = None
     kv_total: int | None = None
     retries: int = msgspec.field(default_factory=int)

@@ -14,6 +14,7 @@ import msgspec
 
 from router.call import Call, Reply, Usage
 from router.errors import BadRequest, Refused, RouterError, TimedOut, TransportError, Unavailable, Unrecorded
+from router.transports.upstream_errors import CONTEXT_CODES
 from router.wire import ABSENT, Splitter, frame, read_answer, read_usage, told
 from workers.hint import for_receiver, for_sharer, hint_in
 
@@ -57,11 +58,19 @@ class Relay:
             raise Refused("A relay answers chat completions only.", param="model", code="unsupported_endpoint")
         messages = _read(call)
         hint, spent, paid = await self._ask(call, messages)
-        fields = dict(call.fields)
-        if hint:
-            fields["messages"] = _raw(for_receiver(messages, hint))
-        receiver = replace(call, id=f"{call.id}-answer", model=self._receiver, fields=fields, hint="text", pinned=None)
-        return _joined(await self._answer(receiver), hint, spent, paid)
+        receiver = replace(call, id=f"{call.id}-answer", model=self._receiver, hint="text", pinned=None)
+        if not hint:
+            return _joined(await self._answer(receiver), hint, spent, paid)
+        told = replace(receiver, fields={**call.fields, "messages": _raw(for_receiver(messages, hint))})
+        try:
+            return _joined(await self._answer(told), hint, spent, paid)
+        except TransportError as error:
+            if error.code not in CONTEXT_CODES:
+                raise
+        # With the hint it is too long: that is no mistake of the caller's, whose own words may fit.
+        reply = _joined(await self._answer(receiver), hint, spent, paid)
+        reply.hint_left_out = True
+        return reply
 
     async def close(self) -> None:
         """Nothing of its own."""

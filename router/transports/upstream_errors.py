@@ -23,6 +23,8 @@ _KEEPS_NOTHING = frozenset({"/chat/completions", "/completions", "/embeddings"})
 """Doors whose requests name nothing but a model: what is not found there is the model or the door."""
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
+CONTEXT_CODES = frozenset({CONTEXT_EXCEEDED, "context_too_long"})
+"""Of an upstream, and of our own rules."""
 CONTENT_CODES = frozenset({"content_filter", "content_policy_violation"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,29 @@ async def test_cheaper_deployment_answers_when_the_first_is_too_dear(tmp_path: P
     async with router(tmp_path, config(dear, cheap, max_budget=1.0)) as door:
         ran = [(await door.post(model="m", max_tokens=2)).headers.get("x-twolane-deployment") for _ in range(6)]
     assert ran == ["dear", "cheap", "cheap", "cheap", "cheap", None]
+
+
+def test_a_relay_of_wildcards_reserves_their_models_prices(tmp_path: Path) -> None:
+    """A half that a wildcard answers has the price of the model that the relay names."""
+    table = {
+        name: {"litellm_provider": "openai", "input_cost_per_token": usd, "output_cost_per_token": usd}
+        for name, usd in (("dear", 3.0), ("cheap", 1.0))
+    }
+    (tmp_path / "prices.json").write_text(json.dumps(table))
+    written = {
+        "prices": "prices.json",
+        "router_settings": {"model_group_alias": {"hinter": "openai/dear"}},
+        "model_list": [
+            {"model_name": "openai/*", "litellm_params": {"model": "openai/*", "api_key": "k"}},
+            {
+                "model_name": "r",
+                "relay_params": {"sharer": "hinter", "receiver": "openai/cheap", "max_hint_tokens": 10},
+            },
+        ],
+    }
+    settings = load_text(yaml.safe_dump(written), folder=tmp_path)
+    relayed = tariffs(settings)[settings.model_list[1].id]
+    assert relayed.expected(100, 10) == pytest.approx(100 * 4.0 + 10 * 1.0 + 10 * (3.0 + 1.0))
 
 
 def test_tariffs() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from router.tenants import Tenant
 from router.transports.openai_http import Pools
 from router.transports.relay import Relay
 from router.transports.text_http import TextHTTP
+from tests.router.gateway import PLAIN, Seen, chunk, deployment, plain, router, upstream
 from workers.hint import ASK, END, TELL, place
 
 USER = {"role": "user", "content": "What is the capital of Peru?"}
@@ -239,6 +241,35 @@ async def test_receiver_fails(house: House, failure: Exception, raised: type[Exc
     with pytest.raises(raised) as caught:
         await house.relay.send(call([USER]))
     assert getattr(caught.value, "code", None) == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("own_words_fit", [True, False])
+async def test_a_hint_without_room_is_left_out(stream: bool, own_words_fit: bool, tmp_path: Path) -> None:
+    """Where the receiver has no room for the hint it answers alone, and the decision says so; where it has none for
+    the caller's own words either, that is the caller's mistake."""
+
+    async def small(seen: Seen) -> web.StreamResponse:
+        if TELL in json.dumps(seen.body["messages"]) or not own_words_fit:
+            said = "This model's maximum context length is 9 tokens"
+            return plain(400, {"error": {"message": said, "type": "invalid_request_error", "param": "messages"}})
+        if stream:
+            return await seen.stream(chunk("alone", "stop"), {"choices": [], "usage": PLAIN["usage"]})
+        return plain()
+
+    async with upstream() as up:
+        up.answers["small"] = small
+        models = [deployment(name, up, input_cost_per_token=1.0) for name in ("big", "small")]
+        relay = {"model_name": "r", "relay_params": {"sharer": "big", "receiver": "small"}}
+        async with router(tmp_path, {"model_list": [relay, *models]}) as door:
+            got = await door.post(model="r", stream=stream)
+            if not own_words_fit:
+                assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
+                return
+            assert got.status == 200
+            past = (await door.get(f"/v1/decisions/{got.headers['x-twolane-decision']}")).json
+    assert [seen.body["model"] for seen in up.seen] == ["big", "small", "small"]
+    assert (past["happened"]["hint"], past["happened"]["cost"]) == ("left_out", 6.0), "the hint was paid for"
 
 
 async def test_sharer_without_an_answer(house: House) -> None:
