@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from router.ed25519 import PrivateKey, private_key, verify
 
 KEYS = "_keys"
 ROUTER = "_router"
@@ -58,14 +58,13 @@ def pruned_statement(tenant: str, chain: str, seq: int, hash: str, segment: int,
 class Signer:
     """Signs statements."""
 
-    key: Ed25519PrivateKey
+    key: PrivateKey
 
     @classmethod
     def load(cls, root: Path) -> Signer:
         """Read the signing key; create it, and publish its public half, where there is none."""
-        made = Ed25519PrivateKey.generate().private_bytes_raw().hex()
-        raw = read_secret(create_secret(root / KEYS / f"{SIGNING}.key", made))
-        signer = cls(Ed25519PrivateKey.from_private_bytes(raw))
+        raw = read_secret(create_secret(root / KEYS / f"{SIGNING}.key", secrets.token_hex(32)))
+        signer = cls(private_key(raw))
         public = root / KEYS / f"{SIGNING}.pub"
         if not public.exists():
             replace_secret(public, signer.public.hex())
@@ -74,7 +73,7 @@ class Signer:
 
     @property
     def public(self) -> bytes:
-        return self.key.public_key().public_bytes_raw()
+        return self.key.public
 
     @property
     def id(self) -> str:
@@ -102,10 +101,10 @@ def key_id(raw: bytes) -> str:
 def signed_by(public: bytes, signature: str, said: bytes) -> bool:
     try:
         raw = base64.b64decode(signature, validate=True)
-        Ed25519PublicKey.from_public_bytes(public).verify(raw, said)
-    except (InvalidSignature, ValueError):
+    except ValueError:
         return False
-    return base64.b64encode(raw).decode() == signature  # the last character has bits that decode to nothing
+    # The last character has bits that decode to nothing.
+    return verify(public, raw, said) and base64.b64encode(raw).decode() == signature
 
 
 def create_secret(path: Path, content: str) -> Path:

@@ -26,8 +26,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from router.audit_keys import (
     AuditError,
@@ -71,11 +69,16 @@ class ContentKey:
 
     def seal(self, plain: bytes, bound: bytes) -> str:
         """AES-256-GCM under a random nonce; opens only together with `bound`."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # only where a tenant has content kept
+
         nonce = secrets.token_bytes(_NONCE)
         return base64.b64encode(nonce + AESGCM(self.raw).encrypt(nonce, plain, bound)).decode()
 
     def open(self, sealed: str, bound: bytes) -> bytes:
         """Raises AuditError when the key is another one or the text was changed."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         try:
             raw = base64.b64decode(sealed, validate=True)
             return AESGCM(self.raw).decrypt(raw[:_NONCE], raw[_NONCE:], bound)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -16,14 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from router.audit_anchor import anchored
 from router.audit_chain import Chain, Entry
 from router.audit_custody import Custody
 from router.audit_keys import Signer, pruned_statement, statement
 from router.audit_lines import NOTHING, PRUNED, Anchored, Head, open_line, read_head, read_lines, seal_line
 from router.audit_vault import day_of
+from router.ed25519 import private_key
 
 Attack = Callable[[Path, random.Random], None]
 TENANTS = ("bank", "lab")
@@ -190,7 +190,7 @@ def other_tenants_record(root: Path, rng: random.Random) -> None:
 
 def rewrite(root: Path, rng: random.Random) -> Signer:
     """All of history again, with other amounts, under the attacker's own signing key."""
-    thief = Signer(Ed25519PrivateKey.generate())
+    thief = Signer(private_key(secrets.token_bytes(32)))
     head = read_head(root / "bank")
     assert head is not None
     changed = bodies(root)
@@ -407,11 +407,12 @@ def rewrite_as_new_chain(root: Path, rng: random.Random, heads: list[Anchored]) 
 
 def rewrite_under_new_key(root: Path, rng: random.Random, heads: list[Anchored]) -> None:
     changed, _, chain = _mine(root)
-    thief = Signer(Ed25519PrivateKey.generate())
+    secret = secrets.token_bytes(32)
+    thief = Signer(private_key(secret))
     changed[rng.randrange(len(changed))][1]["amount"] = "7"
     resign(root, changed, thief, chain)
     (root / "_keys" / "_signing.pub").write_text(thief.public.hex())
-    (root / "_keys" / "_signing.key").write_text(thief.key.private_bytes_raw().hex())
+    (root / "_keys" / "_signing.key").write_text(secret.hex())
 
 
 def rewrite_as_other_tenant(root: Path, rng: random.Random, heads: list[Anchored]) -> None:

@@ -192,7 +192,6 @@ async def test_model_info_shows_what_serves_and_no_secret(tmp_path: Path) -> Non
 
 
 NEEDED = {
-    *("_cffi_backend", "cryptography"),  # the audit log's signatures
     *("_yaml", "yaml", "typing_extensions"),
     *("anyio", "python_multipart", "sniffio", "starlette"),
     *("click", "httptools", "uvicorn"),
