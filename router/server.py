@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.errors import BadRequest, RouterError
+from router.heads import KnownHead
 from router.http import AtOnce, Header, first_of_each, head_lines, refuse
 
 log = structlog.get_logger("twolane.router")
@@ -25,6 +26,9 @@ HEAD = 64 * 2**10
 """Bytes that a request's head may have, and its trailers."""
 PATIENCE = 30.0
 """Seconds that a head may take to come; and that a body may rest, once or twice as long, before its next byte."""
+
+_HEADS = 4
+"""A connection whose heads differ more often (a trace's id in each) does not pay for learning them."""
 
 
 class Hot(Protocol):
@@ -215,6 +219,10 @@ class HotProtocol(HttpToolsProtocol):
         self._hot: Mapping[bytes, str] = self.answering.hot if plain else {}
         self._exchange: Exchange | None = None
         """The last that came this way."""
+        self._known: KnownHead | None = None
+        """The head of one that came this way."""
+        self._heads = 0
+        """How many heads have been learnt."""
         self._common: tuple[list[Header], bytes] = ([], b"")
         self._rests = False
         """Answered, and nothing was asked since."""
@@ -242,12 +250,34 @@ class HotProtocol(HttpToolsProtocol):
         self._alarm = self.loop.call_later(PATIENCE, self._look)
 
     def data_received(self, data: bytes) -> None:
-        self._unread += len(data)
         self._reads += 1
+        between = not self._reading
+        if between and self._known is not None and self._again(self._known, data):
+            return
+        self._unread += len(data)
+        before = self._exchange
         super().data_received(data)
         if self._unread > HEAD:
             # The parser has no bound of its own: a head without end would fill memory.
             self.send_400_response("")
+        exchange = self._exchange
+        whole = between and not self._reading and exchange is not None and exchange is not before
+        if whole and exchange is not None and exchange.keep_alive and self._heads < _HEADS:
+            self._heads += 1
+            self._known = KnownHead.of(data, exchange.body, exchange.path, exchange.headers)
+
+    def _again(self, known: KnownHead, data: bytes) -> bool:
+        """Take a request whose head is known, past the parser; False leaves it to that one."""
+        body = known.body(data)
+        if body is None or len(body) > self._longest() or not self._idle() or self.timeout_keep_alive_task is not None:
+            return False
+        self._rests = False
+        self._seen = -1
+        self._exchange = exchange = Exchange(self, known.path, {**known.headers, b"content-length": b"%d" % len(body)})
+        self.cycle = exchange  # type: ignore[assignment]
+        exchange.body = body
+        exchange.begins()
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """What is no request that can be read, in OpenAI's shape; the connection ends."""
@@ -361,8 +391,8 @@ class HotProtocol(HttpToolsProtocol):
         if not (
             length.isdigit()
             and len(length) < 9
-            and int(length) <= min(HIGH_WATER_LIMIT, self.answering.max_body)
-            and (self.cycle is None or self.cycle.response_complete)
+            and int(length) <= self._longest()
+            and self._idle()
             and not self.expect_100_continue
             and b"upgrade" not in headers
             and self.parser.get_method() == b"POST"
@@ -375,6 +405,14 @@ class HotProtocol(HttpToolsProtocol):
                 return Unframed
             case _:
                 return None
+
+    def _longest(self) -> int:
+        """Bytes of a body that goes this way."""
+        return min(HIGH_WATER_LIMIT, self.answering.max_body)
+
+    def _idle(self) -> bool:
+        """No answer is under way."""
+        return self.cycle is None or self.cycle.response_complete
 
     def _by_asgi(self) -> None:
         url, expected, headers = self.url, self.expect_100_continue, self.headers

@@ -203,15 +203,16 @@ class Answer:
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = self._loop.create_future()
+        waiter = self._waiter = self._loop.create_future()
         try:
-            await self._waiter
+            await waiter
         finally:
             self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _take(self) -> bytes:
         parts, self._parts, self._size = self._parts, [], 0
@@ -239,11 +240,13 @@ class Connection(asyncio.Protocol):
         """For httptools: pieces that share a read are handed on together, and none of them costs a call of ours."""
         self._between = False
         """The parser has read a chunk to its end, and nothing of another: whole ones may pass it by."""
+        self._headers: dict[bytes, bytes] = {}
+        self.on_header = self._headers.__setitem__
+        """For httptools: a header costs no call of ours either."""
         self._parser = httptools.HttpResponseParser(self)
         # What browsers and other clients forgive a server, too.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
         self._answer: Answer | None = None
-        self._headers: dict[str, str] = {}
         self._framed = False
         """The answer says where it ends; else it ends with the connection."""
         self._head = 0
@@ -317,19 +320,14 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._answer is None:
             raise Malformed("an answer that nobody asked for")
-        self._headers = {}
-        self._framed = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        self._headers[key] = value.decode("latin-1")
-        if key in ("content-length", "transfer-encoding"):
-            self._framed = True
+        self._headers.clear()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status >= 200 and self._answer is not None:
-            self._answer.begin(status, self._headers)
+            headers = {name.decode("latin-1").lower(): v.decode("latin-1") for name, v in self._headers.items()}
+            self._framed = "content-length" in headers or "transfer-encoding" in headers
+            self._answer.begin(status, headers)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200 or self._answer is None:  # 100 Continue, 103 Early Hints

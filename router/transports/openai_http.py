@@ -73,15 +73,16 @@ class Pools:
 
     def __init__(self) -> None:
         self._servers: dict[Address, Server] = {}
+        self._by_base: dict[str, Server] = {}
         self._clocks: dict[float, Clock] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     def server(self, base: str) -> Server:
         """For the hot path: whoever answers calls."""
-        address = Address.of(base)
-        server = self._servers.get(address)
+        server = self._by_base.get(base)
         if server is None:
-            server = self._servers[address] = Server(address)
+            address = Address.of(base)
+            server = self._by_base[base] = self._servers.setdefault(address, Server(address))
         return server
 
     def clock(self, seconds: float) -> Clock:
@@ -105,7 +106,7 @@ class Pools:
 
     async def close(self) -> None:
         """End all connections."""
-        servers, self._servers = self._servers, {}
+        servers, self._servers, self._by_base = self._servers, {}, {}
         for server in servers.values():
             server.close()
         sessions, self._sessions = self._sessions, {}

@@ -147,6 +147,40 @@ async def test_a_connection_serves_many(door: Router, up: Upstream) -> None:
             assert (await own.answer())[0] == expected
 
 
+async def test_requests_with_the_same_head_are_each_their_own(door: Router, up: Upstream) -> None:
+    """On one connection each request is answered by its own body and key, in whatever reads it comes."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        return plain(200, {"said": seen.body["messages"][0]["content"], "choices": []})
+
+    up.answers["m"] = answer
+
+    def saying(text: str) -> bytes:
+        return post(json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode())
+
+    async with wire(door) as own:
+
+        async def said(*reads: bytes) -> tuple[int, object]:
+            for read in reads:
+                own.writer.write(read)
+                await own.writer.drain()
+                await asyncio.sleep(0.005)
+            status, _, body = await own.answer()
+            return status, json.loads(body).get("said")
+
+        for text in ("a", "b", "c" * 5000, ""):
+            assert await said(saying(text)) == (200, text)
+        assert await said(saying("cut")[:20], saying("cut")[20:]) == (200, "cut")
+        assert await said(saying("cut")[:-3], saying("cut")[-3:]) == (200, "cut")
+        assert await said(saying("d").replace(KEY.encode(), b"sk-another-key-of-nobody")) == (401, None)
+        assert await said(saying("e")) == (200, "e")
+        own.writer.write(saying("f") + saying("g"))
+        assert [json.loads((await own.answer())[2])["said"] for _ in range(2)] == ["f", "g"]
+        assert await said(saying("x" * 70_000)) == (200, "x" * 70_000)
+        assert (await said(saying("x" * 100_000)))[0] == 413
+        assert await said(saying("h")) == (200, "h")
+
+
 @pytest.mark.parametrize("sent", [post()[:-5], post(STREAM), post()], ids=["in the body", "stream", "plain"])
 async def test_a_hang_up_leaves_nothing_behind(door: Router, up: Upstream, sent: bytes) -> None:
     """Whoever leaves, at whatever moment, ends what runs for them and no more; the next one is served."""
