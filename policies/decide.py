@@ -10,8 +10,11 @@ import msgspec
 from policies.facts import Decision, DeploymentFacts, Facts, Judged
 from policies.policy import Policy
 from policies.rule import Rule
-from policies.rules import RULES, UNBOUND, judge_all, limits, overshoot, plan
+from policies.rules import RULES, UNBOUND, Plan, judge_all, limits, overshoot, plain, plan
 from policies.terms import Terms
+
+_MOST_KNOWN = 256
+"""Decisions that a policy remembers: names that callers make up, of wildcards, must not add up."""
 
 
 class _Survivor(msgspec.Struct, frozen=True, gc=False):
@@ -28,8 +31,30 @@ class _Survivor(msgspec.Struct, frozen=True, gc=False):
 
 def decide(policy: Policy, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Decision:
     """Judge every deployment and rank those that no rule refuses: `rules`, then the policy's own. Never raises."""
-    terms = policy.terms
-    how = policy.plan if rules is RULES else plan(terms, rules)
+    how = policy.plan if rules is RULES else plan(policy.terms, rules)
+    key = _question(how, facts)
+    if key is None:
+        return decide_anew(policy.terms, facts, how)
+    known = how.known.get(key)
+    if known is None:
+        if len(how.known) >= _MOST_KNOWN:
+            how.known.clear()
+        known = how.known[key] = decide_anew(policy.terms, facts, how)
+    return known
+
+
+def _question(how: Plan, facts: Facts) -> tuple[str | None, ...] | None:
+    """All that the decision is made from, where that is little: most groups have one deployment, and it is well."""
+    if not how.steady or len(facts.deployments) != 1 or facts.last is not None or not plain(facts):
+        return None
+    d = facts.deployments[0]
+    if d.transport != "text" or d.available is not True or d.context is not None or d.cooling is not False:
+        return None
+    return facts.model, facts.asked, d.id, d.region
+
+
+def decide_anew(terms: Terms, facts: Facts, how: Plan) -> Decision:
+    """`decide` without what it remembers."""
     judged: list[Judged] = []
     allowed: list[DeploymentFacts] = []
     for d, (found, passed) in zip(facts.deployments, judge_all(terms, facts, facts.deployments, how), strict=True):

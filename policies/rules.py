@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from policies.facts import DeploymentFacts, Facts, Transport, Verdict
+from policies.facts import Decision, DeploymentFacts, Facts, Transport, Verdict
 from policies.rule import OK, Judge, Rule
 from policies.terms import Terms
 
@@ -318,9 +318,14 @@ class Plan(NamedTuple):
     asked: tuple[tuple[int, Rule], ...]
     usual: Roster
     """For a request that is plain."""
+    steady: bool
+    """On a plain request and a text-lane deployment that is well, it reads nothing but their names and the region."""
+    known: dict[tuple[str | None, ...], Decision]
+    """Decisions that `decide` made under it and may give again, by what they were made from."""
 
 
 _PLAIN = Facts("", (), 0, 0)
+_STEADY = {model, regulated, transport, region}
 
 
 def plain(facts: Facts) -> bool:
@@ -340,7 +345,8 @@ def plan(terms: Terms, rules: tuple[Rule, ...] = RULES) -> Plan:
     every = (*rules, *terms.own)
     asked = tuple([(place, rule) for place, rule in enumerate(every) if not (rule.unwritten and rule.unwritten(terms))])
     usual = Roster.of(_active(asked, terms, _PLAIN))
-    return Plan((OK,) * len(every), tuple([rule.name for rule in every]), asked, usual)
+    steady = not terms.cases and {rule.judge for _, rule, _ in (*usual.once, *usual.on_well_text)} <= _STEADY
+    return Plan((OK,) * len(every), tuple([rule.name for rule in every]), asked, usual, steady, {})
 
 
 def judge(policy: Policy, facts: Facts, deployment: DeploymentFacts, rules: tuple[Rule, ...] = RULES) -> Verdict:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies.decide import decide, rule_names
+from policies.decide import decide, decide_anew, rule_names
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Verdict
 from policies.policy import Policy, Rollout
 from policies.rule import Rule
@@ -106,6 +106,24 @@ def test_same_facts_same_decision(policy: Policy, seen: Facts) -> None:
     """Deciding twice gives the same, and so does a policy read back from what was written."""
     again = Policy.model_validate(json.loads(policy.model_dump_json()))
     assert decide(policy, seen) == decide(policy, seen) == decide(again, seen)
+
+
+@given(strategies.policies, st.lists(strategies.facts() | strategies.ordinary(), min_size=2, max_size=12))
+@laws
+def test_nothing_remembered_changes_a_decision(policy: Policy, asked: list[Facts]) -> None:
+    """Whatever was asked under a policy before, a decision is the one that is made without remembering anything."""
+    for seen in asked:
+        assert decide(policy, seen) == decide_anew(policy.terms, seen, policy.plan)
+
+
+def test_a_steady_policy_gives_the_same_decision_again() -> None:
+    """Where nothing but draw, time, load and latency differ, one deployment is judged once, and names do not add up."""
+    policy = Policy(models=("assistant", "team/*"))
+    first = decide(policy, facts(TEXT, draw=0.1, now=1.0))
+    assert decide(policy, facts(replace(TEXT, in_flight=3, estimate=None), draw=0.9, now=2.0)) is first
+    for n in range(1000):
+        assert decide(policy, facts(TEXT, model=f"team/{n}")).ranked
+    assert len(policy.plan.known) < 1000
 
 
 @given(strategies.stricter(), strategies.facts())
