@@ -23,6 +23,7 @@ from router.advice import nowhere
 from router.audit import Audit
 from router.audit_house import open_audit, sweep_for_ever
 from router.backups import unbacked
+from router.books import Books
 from router.conversations import Conversations
 from router.course import Decisions
 from router.deployments import Deployment
@@ -42,7 +43,7 @@ from router.places import Allowance
 from router.server import HotProtocol
 from router.settings import ConfigError, Settings
 from router.shadow import Shadow
-from router.telemetry import Metrics, configure_logging, flush_requests
+from router.telemetry import Metrics, configure_logging
 from router.tenants import TenantSource
 from router.till import Till
 from router.traces import Traces
@@ -74,6 +75,7 @@ class Parts:
     pools: Pools
     estimates: Estimates
     decisions: Decisions
+    books: Books
     conversations: Conversations
     admins: Admins
     lane: LaneHouse
@@ -170,9 +172,9 @@ class App:
             deployments={d.id: d for d in settings.model_list},
             gatherer=gatherer,
             health=health,
-            estimates=parts.estimates,
             till=Till(parts.limits, gatherer.tariffs, settings.routing.aliases),
             metrics=parts.metrics,
+            books=parts.books,
             lane=parts.lane.lane(settings),
             guardrails=Guardrails(settings.guardrails, parts.pools),
             allowances=_allowances(settings),
@@ -215,7 +217,6 @@ class App:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         parts = self.parts
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(flush_requests)
             if parts.traces is not None:
                 stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
@@ -226,6 +227,7 @@ class App:
             in_force = {"config": self.endpoint.dispatcher.settings.digest, "tenants": parts.tenants.digests}
             await parts.audit.start(in_force)
             stack.push_async_callback(parts.audit.close)
+            stack.callback(parts.books.flush)
             stack.push_async_callback(parts.lane.close)
             await parts.lane.start()
             await parts.limits.start()
@@ -334,6 +336,7 @@ def create_app(
 
     shadow = Shadow(fleet, pools, lane.demotion, audit, barred=barred)
     shadow.watch(metrics)
+    estimates, traces = Estimates(), None if settings.otel is None else Traces(settings.otel)
     parts = Parts(
         fleet=fleet,
         tenants=tenants,
@@ -341,13 +344,14 @@ def create_app(
         metrics=metrics,
         audit=audit,
         pools=pools,
-        estimates=Estimates(),
+        estimates=estimates,
         decisions=decisions,
+        books=Books(metrics=metrics, estimates=estimates, decisions=decisions, audit=audit, traces=traces),
         conversations=Conversations(),
         admins=Admins(settings.admins, settings.general_settings.master_key, loopback=settings.loopback),
         lane=lane,
         shadow=shadow,
-        traces=None if settings.otel is None else Traces(settings.otel),
+        traces=traces,
         peers=None if member is None else Peers(member, pools, metrics, decisions),
     )
     return App(settings, parts, path)

@@ -12,10 +12,9 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,23 +25,20 @@ from msgspec import UNSET, UnsetType
 from policies.facts import Decision
 from router import policy_files
 from router.audit_anchor import Anchor
-from router.audit_chain import Chain, Content, Entry, control
+from router.audit_chain import Body, Chain, Content, Entry, control
 from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
 from router.call import Call, Usage
 from router.errors import Unrecorded
-from router.facts_record import DecisionRecord, Made, Packed, pack_all, pack_decision, pack_made
+from router.facts_record import DecisionRecord, pack_all, pack_decision, pack_made
 
 if TYPE_CHECKING:
     from router.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 
-_LINGER = 0.1
+_LINGER = 0.05
 """Seconds that records nobody waits for are held, to be handed to the thread together."""
-_RIPENED = 32
-"""Records that are made JSON together: in a row that costs half of what it costs amid a request. The thread that writes
-has so little left to do that a batch of it fits between two turns of the interpreter's lock."""
 _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
 
@@ -75,8 +71,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Ids of the answer's tokens by choice, JSON."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     tenant: str
     entry: Entry
     done: asyncio.Future[None] | None
@@ -105,6 +100,8 @@ class Audit:
         self.anchor = anchor
         self.lost = 0
         """Records of tenants that are not regulated, which could not be written. For the metrics."""
+        self.before: Callable[[], None] | None = None
+        """Called before anything but a request is recorded: notes requests that have just ended, to stand before it."""
         self._options = {"rotate_bytes": rotate_bytes, "checkpoint_every": checkpoint_every}
         self._patience = patience
         self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
@@ -159,7 +156,7 @@ class Audit:
         """Before a model is called. Durable on return for a regulated tenant; nothing for others."""
         if self.regulated(call.tenant):
             self._check_anchor()
-            body = partial(_intent, _Asked.of(call, decision))
+            body = _ripe(_Intent(*_packed(call, decision)))
             entry = Entry("intent", body, call.id, {"request": _request(call)}, "full", call.subject)
             await self._durable(entry, call.tenant.name, call.tenant)
             self._begun.add(call.id)
@@ -176,11 +173,20 @@ class Audit:
 
         Call it once for each intent, however the call ended; a call that never had one is recorded whole here.
         """
-        regulated = call.tenant.policy.regulated
+        entry = self._ended(call, decision, outcome, time.time())
+        if call.tenant.policy.regulated:
+            await self._durable(entry, call.tenant.name, call.tenant)
+        else:
+            self._put(entry, call.tenant.name, None, asker=call.tenant)
+
+    def note(self, call: Call, decision: Decision | None, outcome: Outcome, at: float) -> None:
+        """As `outcome`, of a call that nobody waits for: it ended at `at` (Unix seconds)."""
+        self._put(self._ended(call, decision, outcome, at), call.tenant.name, None, asker=call.tenant)
+
+    def _ended(self, call: Call, decision: Decision | None, outcome: Outcome, at: float) -> Entry:
         begun = call.id in self._begun
         self._begun.discard(call.id)
-        body = partial(_outcome, _Asked.of(call, decision), outcome)
-        keep: Content = "full" if regulated else call.tenant.audit.content
+        keep: Content = "full" if call.tenant.policy.regulated else call.tenant.audit.content
         texts: dict[str, bytes] = {}
         if keep != "none":
             if outcome.answer is not None:
@@ -191,11 +197,7 @@ class Audit:
                 texts["tokens"] = outcome.tokens
             if not begun:
                 texts["request"] = _request(call)
-        entry = Entry("outcome", body, call.id, texts, keep, call.subject)
-        if regulated:
-            await self._durable(entry, call.tenant.name, call.tenant)
-        else:
-            self._put(entry, call.tenant.name, None, asker=call.tenant)
+        return Entry("outcome", _ripe(_outcome(call, decision, outcome)), call.id, texts, keep, call.subject, at)
 
     async def chunk(self, call: Call, number: int, piece: bytes, hint: str | None = None) -> None:
         """A piece of a streamed answer, before it is relayed; `hint` is a relay's, with the first. Durable on return.
@@ -208,6 +210,8 @@ class Audit:
 
     def beside(self, call: Call, what: str, detail: dict[str, Any], texts: dict[str, bytes]) -> None:
         """Something found out afterwards about a recorded request, in its tenant's chain. Nobody waits for it."""
+        if self.before is not None:
+            self.before()
         keep: Content = "full" if self.regulated(call.tenant) else call.tenant.audit.content
         body = {"what": what, "who": "router", "detail": detail}
         entry = Entry("control", body, call.id, texts if keep != "none" else {}, keep, call.subject)
@@ -215,6 +219,8 @@ class Audit:
 
     async def control(self, what: str, who: str, detail: dict[str, Any], tenant: str | None = None) -> None:
         """Something done to the router, or to one tenant's part of it. Durable on return; raises Unrecorded."""
+        if self.before is not None:
+            self.before()
         await self._durable(control(what, who, detail), tenant or ROUTER)
 
     async def _durable(self, entry: Entry, tenant: str, asker: Tenant | None = None) -> None:
@@ -246,8 +252,6 @@ class Audit:
                 self._hand_over(tenant)
             elif len(self._held) >= BATCH:
                 self._hand_over()
-            elif len(self._held) % _RIPENED == 0:
-                _ripen(self._held[-_RIPENED:])
             elif len(self._held) == 1:
                 self._loop.call_later(_LINGER, self._hand_over)
 
@@ -259,7 +263,6 @@ class Audit:
             held = [job for job in self._held if job.tenant == tenant]
             self._held = [job for job in self._held if job.tenant != tenant]
         if held and self._thread is not None and self._thread.is_alive():
-            _ripen(held)
             self._jobs.put(held)
         else:
             self._finish([(job, AuditError("the log is not open")) for job in held])
@@ -273,6 +276,8 @@ class Audit:
                 self._missing[job.tenant] += job.records
             elif job.done is not None and not job.done.done():
                 job.done.set_result(None) if error is None else job.done.set_exception(_unrecorded(error))
+        if not self._missing:
+            return
         for tenant in {job.tenant for job, error in results if error is None and self._missing[job.tenant]}:
             records = self._missing.pop(tenant)
             self._put(control("lost", "router", {"records": records}), tenant, None, records)
@@ -337,9 +342,13 @@ class Audit:
                 self._kept.add(asker.digest)
 
 
-def _ripen(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        job.entry.ripen()
+def _ripe(body: _Intent) -> Body:
+    """As JSON: the thread that writes has so little left to do that a batch of it fits between two turns of the
+    interpreter's lock. One that cannot be made JSON is left as it is, for the chain to say so."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(body))
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return body
 
 
 def _unrecorded(error: Exception) -> Unrecorded:
@@ -351,45 +360,6 @@ def _unrecorded(error: Exception) -> Unrecorded:
 
 def _request(call: Call) -> bytes:
     return msgspec.json.encode(call.fields)
-
-
-class _Asked(msgspec.Struct, frozen=True, gc=False):
-    """What was asked, under which policy, and what was decided; holds no text, for it may wait."""
-
-    path: str
-    model: str
-    stream: bool
-    hint: str
-    budget_ms: float | None
-    pinned: str | None
-    policy: str
-    """Digest."""
-    method: str | None
-    """Of a request that is passed through."""
-    first: Decision | None
-    guardrails: tuple[str, ...]
-    decided: Made
-    packed: Packed
-    rules: tuple[str, ...]
-    """Names of those that the decisions were made by."""
-
-    @classmethod
-    def of(cls, call: Call, decision: Decision | None) -> _Asked:
-        return cls(
-            call.path,
-            call.model,
-            call.stream,
-            call.hint,
-            call.budget_ms,
-            call.pinned,
-            call.tenant.digest,
-            None if call.raw is None else call.raw.method,
-            decision,
-            call.guardrails,
-            call.decided,
-            call.packed,
-            call.tenant.policy.plan.names,
-        )
 
 
 class _Intent(msgspec.Struct, gc=False):
@@ -427,17 +397,8 @@ class _Outcome(_Intent, gc=False):
     total_ms: float | None
 
 
-def _intent(asked: _Asked) -> _Intent:
-    return _Intent(*_packed(asked))
-
-
-def _outcome(asked: _Asked, outcome: Outcome) -> _Outcome:
-    return _Outcome(*_packed(asked), *_ended(outcome))
-
-
-def _ended(outcome: Outcome) -> tuple[Any, ...]:
-    """What `_Outcome` has besides."""
-    return (
+def _outcome(call: Call, decision: Decision | None, outcome: Outcome) -> _Outcome:
+    ended = (
         outcome.result,
         outcome.status,
         outcome.deployment,
@@ -451,27 +412,29 @@ def _ended(outcome: Outcome) -> tuple[Any, ...]:
         outcome.ttft_ms,
         outcome.total_ms,
     )
+    return _Outcome(*(_packed(call, decision) + ended))
 
 
-def _packed(asked: _Asked) -> tuple[Any, ...]:
+def _packed(call: Call, first: Decision | None) -> tuple[Any, ...]:
     """The members of `_Intent`: every decision, and what each was made from."""
-    first, packed = asked.first, pack_made(asked.decided, asked.packed, asked.rules)
+    tenant, decided = call.tenant, call.decided
+    rules = tenant.policy.plan.names
+    packed = pack_made(decided, call.packed, rules)
     decision: msgspec.Raw | DecisionRecord | UnsetType = UNSET
     if first is not None:
-        known = bool(packed) and first is asked.decided[0][1]
-        decision = packed[0][1] if known else pack_decision(first, asked.rules)
+        decision = packed[0][1] if packed and first is decided[0][1] else pack_decision(first, rules)
     return (
-        asked.path,
-        asked.model,
-        asked.stream,
-        asked.hint,
-        asked.budget_ms,
-        asked.pinned,
-        asked.policy,
-        UNSET if asked.method is None else asked.method,
+        call.path,
+        call.model,
+        call.stream,
+        call.hint,
+        call.budget_ms,
+        call.pinned,
+        tenant.digest,
+        UNSET if call.raw is None else call.raw.method,
         UNSET if first is None else first.chosen,
         decision,
-        asked.guardrails or UNSET,
-        [record for _, record in packed[1:]] or UNSET,
-        pack_all([facts for facts, _ in packed]) if packed else UNSET,
+        call.guardrails or UNSET,
+        [record for _, record in packed[1:]] if len(packed) > 1 else UNSET,
+        pack_all(packed) if packed else UNSET,
     )

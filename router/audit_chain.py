@@ -11,8 +11,8 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,20 +53,13 @@ class Entry(msgspec.Struct):
     """A record to be. `content` holds named plain texts, kept as `keep` says."""
 
     kind: Literal["intent", "chunk", "outcome", "control"]
-    body: Body | Callable[[], Body]
-    """A function is called by `ripen`, or when the record is written."""
+    body: Body
     id: str = ""
     content: dict[str, bytes] = {}
     keep: Content = "none"
     subject: str | None = None
     """The person whom the content is about, as the caller names them. Never written as it stands."""
     at: float = msgspec.field(default_factory=time.time)
-
-    def ripen(self) -> None:
-        """Have the body ready as JSON. One that cannot be made is left as it is, for `Chain.write` to say so."""
-        if callable(self.body):
-            with suppress(TypeError, ValueError, msgspec.MsgspecError):
-                self.body = msgspec.Raw(msgspec.json.encode(self.body()))
 
 
 @dataclass(slots=True)
@@ -283,10 +276,9 @@ class _Lines:
     def add(self, entry: Entry) -> Exception | None:
         """None, or why the entry cannot be written as JSON."""
         try:
-            body = entry.body() if callable(entry.body) else entry.body
-            named = b'"id":' + msgspec.json.encode(entry.id) if entry.id else b""
+            named = b',"id":' + msgspec.json.encode(entry.id) if entry.id else b""
             texts = self._content(entry) if entry.keep != "none" and entry.content else b""
-            self._add(entry.kind, entry.at, named, msgspec.json.encode(body)[1:-1], texts)
+            self._add(entry.kind, entry.at, named, msgspec.json.encode(entry.body), texts)
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             return error
         return None
@@ -294,15 +286,16 @@ class _Lines:
     def add_checkpoint(self, signer: Signer) -> None:
         """A signed record over all before it."""
         sig = signer.sign(statement(self._tenant, self._chain, self.seq - 1, self.prev))
-        self._add("checkpoint", time.time(), msgspec.json.encode({"key": signer.id, "sig": sig})[1:-1])
+        self._add("checkpoint", time.time(), b"", msgspec.json.encode({"key": signer.id, "sig": sig}), b"")
         self.checkpointed = True
 
-    def _add(self, kind: str, at: float, *members: bytes) -> None:
-        """Put a line together from the JSON of its parts, each without its braces."""
+    def _add(self, kind: str, at: float, named: bytes, body: bytes, texts: bytes) -> None:
+        """Put a line together from JSON: members that begin with a comma, and the body, an object of its own."""
         head = f'{{"seq":{self.seq},"prev":"{self.prev}","ts":"{self._moment(at)}",{self._whose},"kind":"{kind}"'
         if self.seq == 0:
             head += f',"chain":"{self._chain}","format":{FORMAT}'
-        line, self.prev = seal(b",".join([head.encode(), *filter(None, members)]) + b"}")
+        comma = b"," if len(body) > 2 else b""
+        line, self.prev = seal((head.encode(), named, comma, body[1:-1], texts))
         self.lines.append(line)
         self.seq += 1
 
@@ -315,17 +308,20 @@ class _Lines:
 
     def _content(self, entry: Entry) -> bytes:
         vault = self.vault
-        day = max(day_of(entry.at), vault.first)
+        day = day_of(entry.at)
+        if day < vault.first:
+            day = vault.first
         kept = {"keep": entry.keep, "key": vault.id, "day": day}
         if entry.subject is not None:
             kept["subject"] = vault.subject(entry.subject)
         key = vault.content_key(day, kept.get("subject"))
-        for name, text in entry.content.items():
-            if entry.keep == "hash":
+        if entry.keep == "hash":
+            for name, text in entry.content.items():
                 kept[name] = key.digest(text)
-            else:
+        else:
+            for name, text in entry.content.items():
                 kept[name] = key.seal(text, bound(self._tenant, self._chain, entry.id, name))
-        return b'"content":' + msgspec.json.encode(kept)
+        return b',"content":' + msgspec.json.encode(kept)
 
 
 def control(what: str, who: str, detail: dict[str, Any]) -> Entry:

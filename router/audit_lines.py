@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,16 @@ class Segment(msgspec.Struct, frozen=True):
 
 def seal_line(body: dict[str, Any]) -> tuple[bytes, str]:
     """The line with its newline, and its hash."""
-    return seal(msgspec.json.encode(body))
+    return seal([msgspec.json.encode(body)[:-1]])
 
 
-def seal(payload: bytes) -> tuple[bytes, str]:
-    """The same of a record that is JSON already."""
-    hash = hashlib.sha256(payload).hexdigest()
-    return payload[:-1] + b',"hash":"' + hash.encode() + b'"}\n', hash
+def seal(parts: Iterable[bytes]) -> tuple[bytes, str]:
+    """The same of a record that is JSON already, in parts and without the last brace."""
+    record = b"".join(parts)
+    digest = hashlib.sha256(record)
+    digest.update(b"}")
+    hash = digest.hexdigest()
+    return b'%b,"hash":"%b"}\n' % (record, hash.encode()), hash
 
 
 def open_line(line: bytes) -> Record:

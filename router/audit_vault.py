@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import hashlib
 import hmac
 import os
 import secrets
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,7 +39,12 @@ from router.audit_keys import (
     sync_folder,
 )
 
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
 _NONCE = 12
+_HMAC_BLOCK = 64
+"""Bytes of a block of SHA-256, which HMAC pads its key to."""
 _MOST_KEYS = 4096
 """Content keys that are remembered."""
 
@@ -57,11 +64,14 @@ class ContentKey:
     """Seals and digests content."""
 
     raw: bytes
-    _digests: hmac.HMAC = field(init=False, repr=False, compare=False)
-    """Made ready once: every record is digested, and the key of a day serves many."""
+    _keyed: tuple[Hash, Hash] = field(init=False, repr=False, compare=False)
+    """The inner and the outer hash of HMAC, made ready once: every record is digested, and the key of a day serves
+    many. `hmac` takes three times as long to go on from there."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_digests", hmac.new(_derived(self.raw, b"digest"), digestmod="sha256"))
+        key = _derived(self.raw, b"digest").ljust(_HMAC_BLOCK, b"\0")
+        inner, outer = (hashlib.sha256(bytes([byte ^ pad for byte in key])) for pad in (0x36, 0x5C))
+        object.__setattr__(self, "_keyed", (inner, outer))
 
     @property
     def id(self) -> str:
@@ -87,9 +97,11 @@ class ContentKey:
 
     def digest(self, plain: bytes) -> str:
         """Keyed SHA-256: tells equal content from different, and cannot be guessed without the key."""
-        digest = self._digests.copy()
-        digest.update(plain)
-        return digest.hexdigest()
+        inner, outer = self._keyed
+        inner, outer = inner.copy(), outer.copy()
+        inner.update(plain)
+        outer.update(inner.digest())
+        return outer.hexdigest()
 
 
 @dataclass(slots=True)

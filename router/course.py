@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,14 +12,13 @@ import msgspec
 from policies.facts import Decision, Estimate, Facts
 from policies.rules import REASONS
 from router.call import Call, Reply
-from router.errors import RouterError, TransportError
-from router.facts_record import DecisionRecord, Made, Packed, Said, pack_decision, pack_made
+from router.errors import RouterError, TooManyRequests, TransportError
+from router.facts_record import DecisionRecord, Packed, Said, pack_decision
 from router.limits import Grant
 from router.telemetry import Event, Outcome
 
 View = dict[str, Any]
 """Of a decision, for JSON."""
-_YOUNG = 32
 
 
 class Try(msgspec.Struct, frozen=True, gc=False):
@@ -32,8 +29,7 @@ class Try(msgspec.Struct, frozen=True, gc=False):
     status: int
 
 
-@dataclass(slots=True)
-class Course:
+class Course(msgspec.Struct):
     """From the decision to the last byte. `finished` once all books are closed."""
 
     call: Call
@@ -55,7 +51,7 @@ class Course:
     """What was predicted for the deployment that answered."""
     queue: int = 0
     """Requests it had when it was asked."""
-    tries: list[Try] = field(default_factory=list)
+    tries: list[Try] = []
     fallbacks: int = 0
     """Model groups visited after the first."""
     spare: str | None = None
@@ -67,11 +63,31 @@ class Course:
     """Its answer is to be compared with the text route's afterwards."""
     said: list[bytes] | None = None
     """Frames of a streamed answer, where they are kept."""
+    outcome: Outcome = "abandoned"
+    error: RouterError | None = None
+    """What the caller was told in place of an answer."""
+    answer: bytes | None = None
+    """Of a stream, where it is kept: what the record holds of it."""
+    at: float = 0.0
+    """Unix seconds of its end."""
+    total_ms: float = 0.0
+
+    def ends(self, outcome: Outcome, error: RouterError | None) -> None:
+        """It is over."""
+        self.outcome, self.error = outcome, error
+        self.at, self.total_ms = time.time(), (time.perf_counter() - self.call.started) * 1000
 
     @property
     def retries(self) -> int:
         """Attempts after the first."""
         return len(self.tries) if self.deployment is not None else max(0, len(self.tries) - 1)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Digests of what answered on the cache lane."""
+        facts = self.facts.deployments if self.facts else ()
+        pair = next((d.pair for d in facts if d.id == self.deployment), None)
+        return {"pair": pair.fingerprint} if pair is not None and pair.fingerprint is not None else {}
 
     @property
     def ttft_ms(self) -> float | None:
@@ -93,48 +109,42 @@ class Course:
                 self.estimate, self.queue = facts.estimate, facts.in_flight
                 return
 
-    def past(self, event: Event) -> Callable[[], Kept] | None:
-        """What to keep of it, to be made later; None where nothing was decided."""
-        call = self.call
-        if not call.decided:
-            return None
-        asked = (call.id, call.model, call.tenant.digest)
-        rules = call.tenant.policy.plan.names
-        return partial(_kept_of, asked, call.decided, call.packed, rules, event, self.tries, self.spare)
-
-    def event(self, outcome: Outcome, error: RouterError | None, cost: float | None, limit: str | None) -> Event:
+    def event(self) -> Event:
         """The one log event of this call."""
-        reply, started = self.reply, self.call.started
+        call, reply, error, decision = self.call, self.reply, self.error, self.decision
         event = Event(
-            request_id=self.call.id,
-            tenant=self.call.tenant.name,
-            model=self.call.model,
-            outcome=outcome,
-            status=error.status if error else reply.status if reply else 499,
-            total_ms=round((time.perf_counter() - started) * 1000, 3),
-            stream=self.call.stream,
-            deployment=self.deployment,
-            transport=self.transport,
-            reason=self.decision.reason if self.decision else None,
-            error=(error.code or error.type) if error else reply.error if reply else None,
-            limit=limit,
-            retries=self.retries if self.tries else 0,
-            fallbacks=self.fallbacks,
-            cost=cost or None,
+            call.id,
+            call.tenant.name,
+            call.model,
+            self.outcome,
+            error.status if error else reply.status if reply else 499,
+            round(self.total_ms, 3),
+            call.stream,
+            self.deployment,
+            self.transport,
+            decision.reason if decision else None,
+            (error.code or error.type) if error else reply.error if reply else None,
         )
+        event.cost = self.cost or None
+        if self.tries:
+            event.retries = self.retries
+        event.fallbacks = self.fallbacks
+        if isinstance(error, TooManyRequests):
+            event.limit = error.headers.get("x-twolane-limit")
         if reply is not None:
-            if self.call.stream:
+            usage = reply.usage
+            if call.stream:
                 event.ttft_ms = _rounded(self.ttft_ms)
-            if reply.usage.known:
-                event.prompt_tokens = reply.usage.prompt_tokens
-                event.completion_tokens = reply.usage.completion_tokens
-                event.cached_tokens = reply.usage.cached_tokens
-            elif reply.usage.unreadable:
+            if usage.known:
+                event.prompt_tokens = usage.prompt_tokens
+                event.completion_tokens = usage.completion_tokens
+                event.cached_tokens = usage.cached_tokens
+                if self.transport == "cache":
+                    event.kv_reused, event.kv_total = usage.cached_tokens, usage.prompt_tokens
+            elif usage.unreadable:
                 event.usage = "unreadable"
             if reply.hint_left_out:
                 event.hint = "left_out"
-            if self.transport == "cache" and reply.usage.known:
-                event.kv_reused, event.kv_total = reply.usage.cached_tokens, reply.usage.prompt_tokens
         if self.estimate is not None:
             event.ttft_p90_ms, event.total_p90_ms = round(self.estimate.ttft_p90, 3), round(self.estimate.total_p90, 3)
         return event
@@ -171,27 +181,15 @@ class Past(msgspec.Struct, gc=False):
 
 
 class Kept(msgspec.Struct, gc=False):
-    """A `Past` whose decisions are JSON already."""
+    """A `Past` whose parts are JSON already."""
 
     id: str
     model: str
     policy: str
     decided: Packed
-    happened: Event | None
+    happened: msgspec.Raw
     tries: list[Try]
     spare: str | None
-
-
-def _kept_of(
-    asked: tuple[str, str, str],
-    decided: Made,
-    packed: Packed,
-    rules: Sequence[str],
-    event: Event,
-    tries: list[Try],
-    spare: str | None,
-) -> Kept:
-    return Kept(*asked, pack_made(decided, packed, rules), event, tries, spare)
 
 
 def decision_view(call: Call, facts: Facts | None, decision: Decision) -> View:
@@ -250,39 +248,30 @@ _past = msgspec.json.Decoder(Past)
 
 
 class Decisions:
-    """Past decisions, encoded, so that thousands cost neither the collector nor much memory. The oldest leave.
-
-    The youngest wait to be encoded a few at a time: in a row that costs half of what it costs amid a request.
-    """
+    """Past decisions, encoded, so that thousands cost neither the collector nor much memory. The oldest leave."""
 
     def __init__(self, most: int = 10_000, most_bytes: int = 4 * 2**20) -> None:
+        self.before: Callable[[], None] | None = None
+        """Called before one is looked for: puts down those of requests that have just ended."""
         self._most = most
         self._most_bytes = most_bytes
         self._bytes = 0
         # Where the oldest leave one by one, a plain dict looks for the next among all that have left.
         self._kept: OrderedDict[str, tuple[str, bytes, tuple[str, ...]]] = OrderedDict()
-        self._young: list[tuple[str, Callable[[], Past | Kept], tuple[str, ...]]] = []
 
-    def keep(self, tenant: str, made: Callable[[], Past | Kept], rules: tuple[str, ...]) -> None:
-        """Remember a decision that was made by these rules. `made`, called later, must hold on to nothing large."""
-        self._young.append((tenant, made, rules))
-        if len(self._young) >= _YOUNG:
-            self._encode()
-
-    def _encode(self) -> None:
-        young, self._young = self._young, []
-        for tenant, made, rules in young:
-            past = made()
-            body = msgspec.json.encode(past)
-            self._kept[past.id] = (tenant, body, rules)
-            self._bytes += len(body)
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, (_, gone, _) = self._kept.popitem(last=False)
-            self._bytes -= len(gone)
+    def keep(self, tenant: str, past: Past | Kept, rules: tuple[str, ...]) -> None:
+        """Remember a decision that was made by these rules."""
+        body = msgspec.json.encode(past)
+        kept = self._kept
+        kept[past.id] = (tenant, body, rules)
+        self._bytes += len(body)
+        while self._bytes > self._most_bytes or len(kept) > self._most:
+            self._bytes -= len(kept.popitem(last=False)[1][1])
 
     def find(self, id: str, tenant: str) -> bytes | None:
         """The decision as JSON; None where there is none of that id that is this tenant's own."""
-        self._encode()
+        if self.before is not None:
+            self.before()
         found = self._kept.get(id)
         if found is None or found[0] != tenant:
             return None

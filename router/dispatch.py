@@ -6,18 +6,18 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from policies.decide import decide
 from policies.facts import Decision, Facts
 from router import fallbacks
 from router.audit import Audit
-from router.audit import Outcome as Ending
-from router.call import Call, Reply, Usage
+from router.books import Books, ending
+from router.call import Call, Reply
 from router.conversations import Conversations, identity
 from router.course import Course, Decisions
 from router.deployments import Deployment
@@ -25,14 +25,12 @@ from router.errors import (
     Final,
     Refused,
     RouterError,
-    TooManyRequests,
     TransportError,
     Unaffordable,
     Unavailable,
     UnknownModel,
     Unrecorded,
 )
-from router.estimates import Estimates
 from router.gather import Gatherer
 from router.guardrails import Guardrails
 from router.health import Health, wait_told
@@ -43,7 +41,7 @@ from router.refusal import refusal
 from router.retries import kind_of
 from router.settings import Settings
 from router.shadow import Shadow
-from router.telemetry import Metrics, Outcome, log_request
+from router.telemetry import Metrics, Outcome
 from router.till import Till, reserved_tokens
 from router.traces import Traces, follow
 from router.transports.base import Transport
@@ -57,8 +55,7 @@ _NOT_HERE_AGAIN = frozenset(
 """Faults that the same deployment will show again, though another may not."""
 
 
-@dataclass(slots=True)
-class _Again:
+class _Again(msgspec.Struct):
     """A deployment that may be asked once more, and not before when (`perf_counter`)."""
 
     deployment: Deployment
@@ -78,9 +75,9 @@ class Dispatcher:
     """By id."""
     gatherer: Gatherer
     health: Health
-    estimates: Estimates
     till: Till
     metrics: Metrics
+    books: Books
     lane: CacheLane
     guardrails: Guardrails
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
@@ -165,17 +162,21 @@ class Dispatcher:
             self.metrics.end(course.deployment)
         if self.lane.pairs or self.lane.running:
             self.lane.left(course.call, course.deployment, outcome)
-        cost = course.cost = await self.till.settle(course, _used_tokens(course, outcome))
+        course.cost = await self.till.settle(course, _used_tokens(course, outcome))
         if course.call.places:
             await self._give_places_back(course.call)
+        course.answer = answer
+        course.ends(outcome, error)
         try:
-            await self._record(course, outcome, error, answer)
+            if self._regulated(course.call):
+                await self._record(course)
+                course.ends(outcome, error)  # later than the record says, which had to be written
         except Unrecorded as unrecorded:
-            outcome, error = "error", unrecorded
+            course.ends("error", unrecorded)
             raise
         finally:
-            self._learn(course, outcome)
-            self._tell(course, outcome, error, cost)
+            self._learn(course)
+            self.books.add(course, self.deployments.get(course.deployment or ""))
 
     # -- the way of one call
 
@@ -314,7 +315,7 @@ class Dispatcher:
         if grant is not None:
             call.places.append(Place(grant, reply, self.till.tariff(deployment.id, call.model), asked))
         course.deployment, course.transport, course.asked = deployment.id, deployment.transport, asked
-        pair = self._fingerprints(course).get("pair") if course.transport == "cache" else None
+        pair = course.fingerprints.get("pair") if course.transport == "cache" else None
         course.fingerprint = pair or deployment.digest
         course.spare = call.model if call.model != course.call.model else None
         return reply
@@ -372,95 +373,34 @@ class Dispatcher:
         await audit.chunk(course.call, course.held, piece, hint)
         course.held += 1
 
-    async def _record(self, course: Course, outcome: Outcome, error: RouterError | None, answer: bytes | None) -> None:
-        if self.audit is None:
-            if self._regulated(course.call) and outcome == "ok":
-                self._recorder()
-            return
-        reply = course.reply
-        run, tokens = _parted(reply.run) if reply is not None and reply.run is not None else (None, None)
-        ended = Ending(
-            result=_RESULTS[outcome],
-            status=error.status if error else reply.status if reply else 499,
-            deployment=course.deployment,
-            transport=course.transport,
-            error=(error.code or error.type) if error else reply.error if reply else None,
-            usage=reply.usage if reply else Usage(),
-            cost=course.cost,
-            run=run,
-            fingerprints=self._fingerprints(course) if course.transport == "cache" else {},
-            tried=tuple([t.deployment for t in course.tries]),
-            ttft_ms=course.ttft_ms if course.call.stream else None,
-            total_ms=(time.perf_counter() - course.call.started) * 1000,
-            answer=self._kept_answer(course, answer),
-            hint=None if reply is None or reply.hint is None else reply.hint.encode(),
-            # A guardrail may have changed the answer since: the record must not tell what the caller was not to see.
-            tokens=None if course.call.guardrails else tokens,
-        )
-        await self.audit.outcome(course.call, course.decision, ended)
-
-    def _kept_answer(self, course: Course, streamed: bytes | None) -> bytes | None:
-        tenant = course.call.tenant
-        if tenant.audit.content == "none" and not tenant.policy.regulated:
-            return None
-        return streamed if streamed is not None or course.reply is None else course.reply.body or None
+    async def _record(self, course: Course) -> None:
+        """Of a regulated tenant. Raises Unrecorded."""
+        if self.audit is not None:
+            await self.audit.outcome(course.call, course.decision, ending(course))
+        elif course.outcome == "ok":
+            self._recorder()
 
     def _pair(self, course: Course) -> str | None:
         """Of the cache lane: which pair answered."""
         params = self.deployments[course.deployment].cache_params if course.deployment is not None else None
         return params.pair if params is not None else None
 
-    def _fingerprints(self, course: Course) -> dict[str, str]:
-        facts = course.facts.deployments if course.facts else ()
-        pair = next((d.pair for d in facts if d.id == course.deployment), None)
-        return {"pair": pair.fingerprint} if pair is not None and pair.fingerprint is not None else {}
-
-    def _learn(self, course: Course, outcome: Outcome) -> None:
+    def _learn(self, course: Course) -> None:
+        """What the next request must know: who is well, where conversations are."""
         reply, id = course.reply, course.deployment
         if reply is None or id is None:
             return
-        if outcome == "cut":
+        if course.outcome == "cut":
             error = Unavailable("cut", code=reply.error)
             if self.health.failed(id, error):
                 self.metrics.cooled(id)
-        if outcome != "ok":
+        if course.outcome != "ok":
             return
         self.health.succeeded(id)
         if course.sampled and self.shadow is not None and (pair := self._pair(course)) is not None:
             self.shadow.offer(course, pair)
         if course.call.tenant.policy.terms.sticky:
             self.conversations.answered(identity(course.call), id)
-        if reply.usage.known and not course.tries and course.call.raw is None:
-            self.estimates.learn(
-                id,
-                prompt_tokens=reply.usage.prompt_tokens,
-                output_tokens=max(1, reply.usage.completion_tokens),
-                cached_tokens=reply.usage.cached_tokens,
-                queue=course.queue,
-                ttft_ms=course.ttft_ms if course.call.stream else None,
-                total_ms=(time.perf_counter() - course.call.started) * 1000,
-            )
-
-    def _tell(self, course: Course, outcome: Outcome, error: RouterError | None, cost: float | None) -> None:
-        limit = error.headers.get("x-twolane-limit") if isinstance(error, TooManyRequests) else None
-        event = course.event(outcome, error, cost, limit)
-        self.metrics.finish(event)
-        log_request(event)
-        if self.traces is not None:
-            self.traces.finished(course, event, self.deployments.get(course.deployment or ""))
-        past = course.past(event)
-        if past is not None:
-            tenant = course.call.tenant
-            self.decisions.keep(tenant.name, past, tenant.policy.plan.names)
-
-
-def _parted(run: msgspec.Raw) -> tuple[msgspec.Raw, bytes | None]:
-    """A worker's account as a record may show it, and the token ids, which are content."""
-    if b'"tokens":' not in bytes(run):
-        return run, None
-    members = msgspec.json.decode(run, type=dict[str, msgspec.Raw])
-    tokens = bytes(members.pop("tokens"))
-    return msgspec.Raw(msgspec.json.encode(members)), tokens
 
 
 def ended_by(error: BaseException) -> Outcome:
@@ -477,12 +417,3 @@ def _used_tokens(course: Course, outcome: Outcome) -> int:
     if reply.usage.known:
         return reply.usage.prompt_tokens + reply.usage.completion_tokens
     return course.facts.prompt_tokens if course.facts else 0
-
-
-_RESULTS: dict[Outcome, Literal["answered", "refused", "failed", "cancelled"]] = {
-    "ok": "answered",
-    "refused": "refused",
-    "error": "failed",
-    "cut": "failed",
-    "abandoned": "cancelled",
-}

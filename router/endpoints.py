@@ -37,7 +37,7 @@ from router.http import (
     refuse,
 )
 from router.server import Exchange
-from router.telemetry import Event, Outcome, log_request
+from router.telemetry import Event, Outcome
 from router.tenants import Tenant, TenantSource
 from router.transcript import transcript
 from router.wire import DONE, TOO_DEEP, error_frame, read_body, read_flag, read_text, wants_usage
@@ -140,8 +140,7 @@ class Endpoint:
             total_ms=round((time.perf_counter() - started) * 1000, 3),
             error=error.code,
         )
-        self.dispatcher.metrics.finish(event)
-        log_request(event)
+        self.dispatcher.books.refused(event)
 
 
 async def _send_plain(dispatcher: Dispatcher, course: Course, caller: Caller) -> None:

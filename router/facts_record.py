@@ -5,7 +5,7 @@ They hold no content: numbers, names from the configuration, and labels that pol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,6 +14,12 @@ from policies.rule import OK
 
 VERSION = 1
 """Of the shape. A member more, with a default, is no new version; a change of meaning is."""
+
+
+Made = list[tuple[Facts, Decision]]
+"""Decisions of one request, in order, each with what it was made from."""
+Packed = list[tuple[msgspec.Raw, msgspec.Raw]]
+"""The same as JSON: `Facts` and `DecisionRecord`."""
 
 
 class NotReplayable(Exception):
@@ -28,9 +34,10 @@ def pack(facts: Facts) -> msgspec.Raw:
     return msgspec.Raw(_facts.encode(facts))
 
 
-def pack_all(found: Iterable[msgspec.Raw]) -> msgspec.Raw:
-    """Packed facts of one request's decisions, in their order, as a record holds them."""
-    return msgspec.Raw(b'{"of":[%b],"v":%d}' % (b",".join(found), VERSION))
+def pack_all(packed: Packed) -> msgspec.Raw:
+    """The facts of one request's decisions, in their order, as a record holds them."""
+    found = packed[0][0] if len(packed) == 1 else b",".join([facts for facts, _ in packed])
+    return msgspec.Raw(b'{"of":[%b],"v":%d}' % (found, VERSION))
 
 
 def unpack_all(record: object) -> list[Facts]:
@@ -87,15 +94,29 @@ def pack_decision(decision: Decision, rules: Sequence[str]) -> DecisionRecord:
     )
 
 
-Made = list[tuple[Facts, Decision]]
-"""Decisions of one request, in order, each with what it was made from."""
-Packed = list[tuple[msgspec.Raw, msgspec.Raw]]
-"""The same as JSON: `Facts` and `DecisionRecord`."""
-
-
 def pack_made(made: Made, packed: Packed, rules: Sequence[str]) -> Packed:
     """`packed`, once it has all of `made`: whoever keeps a request's decisions shares what was packed before."""
-    for facts, decision in made[len(packed) :]:
-        record = msgspec.json.encode(pack_decision(decision, rules))
-        packed.append((pack(facts), msgspec.Raw(record)))
+    for facts, decision in made[len(packed) :] if packed else made:
+        packed.append((pack(facts), _decisions.pack(decision, rules)))
     return packed
+
+
+class _Decisions:
+    """Decisions as JSON, of those that were packed lately: a steady policy gives the very same one again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Decision, Sequence[str], msgspec.Raw]] = {}
+
+    def pack(self, decision: Decision, rules: Sequence[str]) -> msgspec.Raw:
+        known = self._known.get(id(decision))
+        if known is not None and known[0] is decision and known[1] is rules:
+            return known[2]
+        record = msgspec.Raw(msgspec.json.encode(pack_decision(decision, rules)))
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[id(decision)] = (decision, rules, record)
+        return record
+
+
+_MOST_KNOWN = 256
+_decisions = _Decisions()

@@ -72,6 +72,10 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     cost: float | None = None
 
 
+Ended = tuple[Event, bytes, float]
+"""A finished request, the same as JSON, and when (Unix seconds)."""
+
+
 @dataclass(slots=True)
 class _Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
@@ -124,6 +128,8 @@ class Metrics:
         self._limited: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._decisions: dict[str, int] = {}
         self._watched: list[_Watched] = []
+        self.before: Callable[[], None] | None = None
+        """Called before text is made: counts requests that have just ended."""
         self.configure(deployments, tenants)
 
     def configure(self, deployments: Iterable[tuple[str, str, str]], tenants: Iterable[str]) -> None:
@@ -186,6 +192,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus text, version 0.0.4."""
+        if self.before is not None:
+            self.before()
         page = _Page()
         page.family("counter", "twolane_requests_total", "Finished requests by how they ended.")
         for (tenant, model, outcome), count in self._requests.items():
@@ -298,25 +306,28 @@ _log = structlog.get_logger("twolane.request")
 
 def log_request(event: Event) -> None:
     """Write the one event of a finished request: `warning` where something failed, else `info`."""
-    failed = event.outcome in ("error", "cut")
+    log_requests([(event, msgspec.json.encode(event), time.time())])
+
+
+def log_requests(ended: Iterable[Ended]) -> None:
+    """The same of several, in one system call where nobody has to render them for people."""
     sink = structlog.get_config()["logger_factory"]
-    if not isinstance(sink, Sink) or sink.requests is None:
-        (_log.warning if failed else _log.info)("request", **as_dict(event))
-    elif sink.level <= (logging.WARNING if failed else logging.INFO):
-        sink.requests.add((event, "warning" if failed else "info", time.time()))
+    if isinstance(sink, Sink) and sink.json:
+        sink.write([_line(*entry) for entry in ended if _level(entry[0]) >= sink.level])
+        return
+    for event, _, _ in ended:
+        write = _log.info if _level(event) == logging.INFO else _log.warning
+        write("request", **as_dict(event))
 
 
-def flush_requests() -> None:
-    """Write the events that are held to be written together; for whoever closes the loop."""
-    sink = structlog.get_config()["logger_factory"]
-    if isinstance(sink, Sink) and sink.requests is not None:
-        sink.requests.flush()
+def _level(event: Event) -> int:
+    return logging.WARNING if event.outcome in ("error", "cut") else logging.INFO
 
 
-def _line(entry: tuple[Event, str, float]) -> bytes:
-    event, level, at = entry
-    head = msgspec.json.encode({"event": "request", "level": level, "timestamp": datetime.fromtimestamp(at, UTC)})
-    return head[:-1] + b"," + msgspec.json.encode(event)[1:]
+def _line(event: Event, said: bytes, at: float) -> bytes:
+    level = b"info" if _level(event) == logging.INFO else b"warning"
+    moment = msgspec.json.encode(datetime.fromtimestamp(at, UTC))
+    return b'{"event":"request","level":"%b","timestamp":%b,%b' % (level, moment, said[1:])
 
 
 def as_dict(event: Event) -> dict[str, Any]:
@@ -343,7 +354,7 @@ def configure_logging(
     structlog.configure(
         processors=[*shared, *failures, render],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=Sink(out, number, _line if json else None),
+        logger_factory=Sink(out, number, json=json),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(out)

@@ -7,10 +7,10 @@ for each. Nothing of a relay ever goes down the cache lane.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from router.call import Call, Reply, Usage
 from router.errors import BadRequest, Refused, RouterError, TimedOut, TransportError, Unavailable, Unrecorded

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.call import Call
 from router.conversations import Conversations, identity, share
@@ -143,8 +141,8 @@ def test_decisions_are_bounded() -> None:
     """Neither number nor bytes of kept decisions grow past their bounds; the oldest leave."""
     decision = DecisionRecord("m", (), "no_deployments", [], False, ())
 
-    def past(id: str, model: str) -> Callable[[], Past]:
-        return lambda: Past(id, model, "", [(None, decision)])
+    def past(id: str, model: str) -> Past:
+        return Past(id, model, "", [(None, decision)])
 
     kept = Decisions(most=3, most_bytes=1000)
     for i in range(5):

@@ -212,7 +212,7 @@ async def test_a_decision_is_found_for_its_own_tenant_alone(id: str, tmp_path: P
     folder = str(tmp_path / "peers")
     made = Decisions()
     decision = DecisionRecord("m", (), "no_deployments", [], False, ())
-    made.keep("bank", lambda: Past("dec_1", "m", "", [(None, decision)]), ())
+    made.keep("bank", Past("dec_1", "m", "", [(None, decision)]), ())
 
     async def nothing(who: str) -> None:
         """Nobody reloads here."""

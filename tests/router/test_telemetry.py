@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.log_lines import LineBatch
 from router.telemetry import OUTCOMES, Event, Metrics, Outcome, as_dict, configure_logging, log_request
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[0-9.e+-]+)')
@@ -208,35 +206,3 @@ def test_console_and_level(logs: io.StringIO) -> None:
     assert "503" in logs.getvalue()
     with pytest.raises(KeyError):
         configure_logging("loud", stream=logs)
-
-
-async def test_lines_are_held_for_a_moment_and_none_is_lost() -> None:
-    """On a running loop lines leave together, when they are many or after a moment, in the order they came."""
-    written: list[str] = []
-    batch: LineBatch[int] = LineBatch(written.append, lambda n: b"%d" % n)
-    batch.add(1)
-    batch.add(2)
-    assert written == []
-    async with asyncio.timeout(10):
-        while not written:
-            await asyncio.sleep(0.01)
-    for n in range(3, 200):
-        batch.add(n)
-    assert len(written) == 2
-    batch.flush()
-    batch.flush()
-    assert "".join(written) == "".join(f"{n}\n" for n in range(1, 200))
-
-
-def test_lines_held_by_a_loop_that_ended_leave_with_the_next() -> None:
-    """A loop that closes with lines in hand costs none of them."""
-    written: list[str] = []
-    batch: LineBatch[bytes] = LineBatch(written.append, bytes)
-
-    async def add(line: bytes) -> None:
-        batch.add(line)
-
-    asyncio.run(add(b"one"))
-    assert written == []
-    batch.add(b"two")
-    assert written == ["one\ntwo\n"]
