@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import click
 import msgspec
@@ -18,6 +19,8 @@ from workers import hub, pairs, sealing
 from workers.config import ModelConfig, PairConfig
 from workers.errors import LoadFailed
 from workers.pairs import Change
+
+_T = TypeVar("_T")
 
 
 class PairCommands(Commands):
@@ -95,7 +98,7 @@ def list_command(config: Path, as_json: bool) -> None:
     settings = _load(config)
     for pair in settings.pairs:
         found = _listed(pair, settings)
-        click.echo(json.dumps(_data(found)) if as_json else _line(found))
+        click.echo(json.dumps(_data(found)) if as_json else _text(_lines(found)))
 
 
 @pair_commands.command("show")
@@ -121,7 +124,7 @@ def show_command(config: Path, name: str, check: bool, as_json: bool) -> None:
         click.echo(json.dumps(_data(found) | told))
     else:
         checked = _told_changes(changed) if check else []
-        click.echo("\n".join([*_told(found), *checked, *_told_retraining(found, changed)]))
+        click.echo(_text([*_told(found), *checked, *_told_retraining(found, changed)]))
     sys.exit(1 if changed else 0)
 
 
@@ -169,16 +172,14 @@ def _load(path: Path) -> Settings:
 
 def _listed(pair: PairConfig, settings: Settings) -> Listed:
     folder = _folder(pair.fuser)
-    file, report, problem = None, None, ""
-    signer = withdrawn = ""
-    if pair.fuser != "identity":
-        try:
-            file, report, problem = _read(folder)
-            if (taken := sealing.withdrawn(folder)) is not None:
-                withdrawn = f"{taken.reason} ({taken.date})"
-            signer = sealing.signer_of(folder)
-        except LoadFailed as error:
-            problem = str(error)
+    file, report, taken, signer, problem = None, None, None, "", ""
+    if pair.fuser != "identity" and not (problem := _absent(folder)):
+        # One file that cannot be read hides nothing of the others.
+        file, wrong = _part(pairs.read_pair, folder) if (folder / "pair.json").exists() else (None, "")
+        report, unread = _part(pairs.read_report, folder)
+        taken, unclear = _part(sealing.withdrawn, folder)
+        signed, unfit = _part(sealing.signer_of, folder)
+        signer, problem = signed or "", wrong or unread or unclear or unfit
     kind = file.fuser.kind if file else "identity" if pair.fuser == "identity" else "c2c"
     return Listed(
         name=pair.name,
@@ -193,7 +194,7 @@ def _listed(pair: PairConfig, settings: Settings) -> Listed:
         report=report,
         problem=problem,
         signer=signer,
-        withdrawn=withdrawn,
+        withdrawn=f"{taken.reason} ({taken.date})" if taken is not None else "",
     )
 
 
@@ -205,14 +206,21 @@ def _folder(fuser: str) -> Path:
     return hub.cached(fuser) or path
 
 
-def _read(folder: Path) -> tuple[pairs.PairFile | None, pairs.Report | None, str]:
-    """`pair.json` and `report.json`; a checkpoint in the official layout has neither. Raises LoadFailed."""
+def _absent(folder: Path) -> str:
+    """Why there is nothing to read; empty where there is. A checkpoint in the official layout has no `pair.json`."""
     if not folder.is_dir():
-        return None, None, "its fuser is not on this machine"
-    file = pairs.read_pair(folder) if (folder / "pair.json").exists() else None
-    if file is None and not (folder / "config.json").exists() and not (folder.parent / "config.json").exists():
-        return None, None, f"{folder} holds neither a pair.json nor a checkpoint in the official layout"
-    return file, pairs.read_report(folder), ""
+        return "its fuser is not on this machine"
+    if not any(at.exists() for at in (folder / "pair.json", folder / "config.json", folder.parent / "config.json")):
+        return f"{folder} holds neither a pair.json nor a checkpoint in the official layout"
+    return ""
+
+
+def _part(read: Callable[[Path], _T], folder: Path) -> tuple[_T | None, str]:
+    """What one file says, or why it cannot be read."""
+    try:
+        return read(folder), ""
+    except LoadFailed as error:
+        return None, str(error)
 
 
 def _model(ref: ModelConfig | str, settings: Settings) -> str:
@@ -238,15 +246,21 @@ def _data(found: Listed) -> dict[str, object]:
     return own | {"file": msgspec.to_builtins(found.file), "report": msgspec.to_builtins(found.report)}
 
 
-def _line(found: Listed) -> str:
+def _text(lines: Sequence[str]) -> str:
+    """Each as one line, whatever its folder says."""
+    return "\n".join(map(pairs.shown, lines))
+
+
+def _lines(found: Listed) -> list[str]:
     figures = "".join(
         f", {name} {interval.low:.3f} or more (n {interval.n})" for name, interval in _intervals(found.report)
     )
     where = f" on {', '.join(found.workers)}" if found.workers else ", on no worker"
-    return (
-        f"{found.name}: {found.kind}, {found.mode} over the {found.scope}; {found.verdict}{figures}{where}\n"
-        f"  {found.sharer} -> {found.receiver}\n  {found.why}"
-    )
+    return [
+        f"{found.name}: {found.kind}, {found.mode} over the {found.scope}; {found.verdict}{figures}{where}",
+        f"  {found.sharer} -> {found.receiver}",
+        f"  {found.why}",
+    ]
 
 
 def _intervals(report: pairs.Report | None) -> list[tuple[str, pairs.Interval]]:
@@ -257,7 +271,7 @@ def _intervals(report: pairs.Report | None) -> list[tuple[str, pairs.Interval]]:
 
 
 def _told(found: Listed) -> list[str]:
-    lines = [_line(found), f"  fuser {found.fuser}"]
+    lines = [*_lines(found), f"  fuser {found.fuser}"]
     if found.file is not None:
         fuser = found.file.fuser
         lines.append(f"  fuser digest {fuser.digest}, {fuser.parameters / 1e6:.2f} M parameters")

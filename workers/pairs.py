@@ -237,6 +237,11 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\")
 
 
+def shown(text: str) -> str:
+    """The text as one line that steers no terminal and fits into XML: whoever wrote a report, it is shown to people."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _wrong(file: PairFile) -> str:
     """What no pair can be, whoever wrote it; empty where nothing is."""
     if not is_plain(file.name):

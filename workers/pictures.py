@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, assert_never
 
 from workers.errors import LoadFailed
-from workers.pairs import Interval, Report, is_sharer
+from workers.pairs import Interval, Report, is_sharer, shown
 
 ORDER = ("receiver", "sharer", "reads_all", "relay", "cache", "no_context", "shuffled", "zero", "adapter", "baseline")
 _WIDTH, _ROW, _LEFT, _PLOT = 640, 24, 110, 440
@@ -56,14 +56,19 @@ _Shape = _Bar | _Line | _Text
 
 
 def routes(report: Report) -> list[str]:
-    """Those that were measured, in the order they are shown in."""
-    return sorted(report.accuracy, key=lambda route: (ORDER.index("sharer" if is_sharer(route) else route), route))
+    """Those that were measured, in the order they are shown in; what another release measures comes last."""
+
+    def place(route: str) -> tuple[int, str]:
+        known = "sharer" if is_sharer(route) else route
+        return ORDER.index(known) if known in ORDER else len(ORDER), route
+
+    return sorted(report.accuracy, key=place)
 
 
 def picture(report: Report) -> str:
     """Whole SVG text; readable without colour, and by a screen reader through its title."""
     shapes, height = _drawn(report)
-    title = f"<title>{escape(report.verdict)}: accuracy by route</title>"
+    title = f"<title>{escape(shown(report.verdict))}: accuracy by route</title>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'font-family="sans-serif">{title}<rect width="100%" height="100%" fill="white"/>'
@@ -142,7 +147,7 @@ def _svg(shape: _Shape) -> str:
         case _Line(x, y, to_x, to_y):
             return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="black"/>'
         case _Text(x, y, text, size):
-            return f'<text x="{x}" y="{y}" font-size="{size}">{escape(text)}</text>'
+            return f'<text x="{x}" y="{y}" font-size="{size}">{escape(shown(text))}</text>'
         case _:
             assert_never(shape)
 
@@ -155,6 +160,6 @@ def _pixels(canvas: Any, fonts: dict[int, Any], shape: _Shape) -> None:
         case _Line(x, y, to_x, to_y):
             canvas.line((x * s, y * s, to_x * s, to_y * s), fill="black", width=s)
         case _Text(x, y, text, size):
-            canvas.text((x * s, y * s), text, fill="black", font=fonts[size], anchor="ls")
+            canvas.text((x * s, y * s), shown(text), fill="black", font=fonts[size], anchor="ls")
         case _:
             assert_never(shape)

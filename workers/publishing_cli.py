@@ -172,16 +172,24 @@ def withdraw_command(folder: Path, reason: str, by: str, audit: Path | None, und
 @click.argument("folder", type=_Folder)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def versions_command(folder: Path, as_json: bool) -> None:
-    """Print the pairs in the folders of FOLDER side by side, the newest last: what `export` writes to OUT/NAME."""
+    """Print the pairs in the folders of FOLDER side by side, the newest last: what `export` writes to OUT/NAME.
+
+    Exit status 1 when one of them cannot be read.
+    """
     with _told():
-        found = sealing.versions(folder)
+        found, broken = sealing.versions(folder)
     for version in found:
         click.echo(
-            json.dumps(asdict(version) | {"report": msgspec.to_builtins(version.report)}) if as_json else _line(version)
+            json.dumps(asdict(version) | {"report": msgspec.to_builtins(version.report)})
+            if as_json
+            else "\n".join(map(pairs.shown, _lines(version)))
         )
+    for error in broken:
+        click.echo(f"twolane: {error}", err=True)
+    sys.exit(1 if broken else 0)
 
 
-def _line(version: sealing.Version) -> str:
+def _lines(version: sealing.Version) -> tuple[str, str]:
     figures = []
     if version.report is not None:
         for name in ("gain", "retention"):
@@ -191,4 +199,4 @@ def _line(version: sealing.Version) -> str:
         figures += [f"{ms:.0f} ms" for route, ms in version.report.latency_ms.items() if route == "cache"]
     head = f"{version.folder}  {version.made}  {version.fuser} {version.parameters / 1e6:.2f} M  {version.verdict}"
     signed = f"signed by {version.signer[:16]}" if version.signer else "not signed"
-    return f"{head}  {'  '.join([*figures, signed])}\n  {version.why}"
+    return f"{head}  {'  '.join([*figures, signed])}", f"  {version.why}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from workers.files import replacing
-from workers.pairs import Interval, Report
+from workers.pairs import Interval, Report, shown
 from workers.pictures import picture, png, routes
 
 
@@ -46,7 +46,7 @@ def told(report: Report) -> str:
             lines.append(f"change of {name}  " + " ".join(f"{ratio:.3f}" for ratio in ratios))
     for label, values in report.slices.items():
         lines.append(f"{label}: " + ", ".join(f"{route} {v.value:.3f}" for route, v in values.items()) + _n(values))
-    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
+    return "\n".join(map(shown, [*lines, *(f"note: {note}" for note in report.notes)]))
 
 
 def told_interval(interval: Interval) -> str:

