@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -70,6 +71,7 @@ def main() -> None:
 def serve(config: Path, host: str | None, port: int | None, workers: int, member: str | None) -> None:
     """Run the router, and the workers marked `spawn: true`."""
     _hasten()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload; it would end the process
     settings = _listening(_load(config), host, port)
     os.environ.update(settings.environment_variables)
     from router.settings import ConfigError

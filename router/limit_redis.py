@@ -24,6 +24,7 @@ from router.redis_line import Away, Lines
 
 LEASE_S = 30.0
 FAILURES = 3
+_WATCH_S = 1.0
 _PROBE_S = (0.25, 2.0)
 """First and longest pause between probes."""
 _KEEP_S = 400 * 86400
@@ -142,6 +143,7 @@ class Shared:
         self._failures: dict[str, int] = {}
         """In a row, by node."""
         self._probe: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._back: Callable[[], Awaitable[None]] | None = None
         self._closed = False
         self.up = False
@@ -150,6 +152,7 @@ class Shared:
     async def start(self, back: Callable[[], Awaitable[None]]) -> None:
         """Try once, within bounds; `back` runs whenever Redis is there (again)."""
         self._back = back
+        self._watch = asyncio.create_task(self._watch_for_ever())
         try:
             await self._lines.ready()
         except Away as error:
@@ -220,9 +223,10 @@ class Shared:
     async def close(self) -> None:
         """Stop probing and give up the connections."""
         self._closed = True
-        if self._probe is not None:
-            self._probe.cancel()
-            await asyncio.wait([self._probe])
+        for task in (self._watch, self._probe):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         await self._lines.close()
 
     def _callbacks(self, node: str) -> tuple[Callable[[], None], Callable[[Exception], None]]:
@@ -242,6 +246,22 @@ class Shared:
         self.up = False
         if not self._closed and (self._probe is None or self._probe.done()):
             self._probe = asyncio.create_task(self._probe_until_back())
+
+    async def _watch_for_ever(self) -> None:
+        """Find out that Redis is gone where no request does: readiness and metrics are to tell the truth."""
+        failures = 0
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if not self.up:
+                failures = 0
+                continue
+            try:
+                await self._lines.ready()
+                failures = 0
+            except Away as error:
+                failures += 1
+                if failures >= FAILURES:
+                    self._open(str(error))
 
     async def _probe_until_back(self) -> None:
         pause, longest = _PROBE_S

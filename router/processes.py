@@ -77,6 +77,11 @@ def serve(settings: Settings, path: Path, count: int) -> None:
         asyncio.run(Processes(there, path, count).run())
 
 
+def _deaf() -> None:
+    """Of a process that starts: to be told to reload must not end it, and it is about to read the files anyway."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def _taken(host: str, port: int) -> None:
     """Raises OSError where anybody listens: others that share their port, too, must not get half of our requests."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,6 +153,7 @@ class Processes:
             *("-m", "router.cli", "serve", *told, "--member", member.encode()),
             pass_fds=(alive,),
             stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=_deaf,
             start_new_session=True,  # a terminal's Ctrl-C reaches the parent, and through it all others, once
         )
 

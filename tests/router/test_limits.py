@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from router import limit_redis
 from router.errors import TooManyRequests
 from router.limit_redis import FAILURES, LEASE_S
 from router.limit_window import Full, Taken, Window, reserve
@@ -378,6 +379,17 @@ async def test_killed_then_started(server: Server, make: Make) -> None:
     assert (await refused(two, money)).code == "insufficient_quota"
     await one.settle(server_down, 1)
     await two.admit(slots, 1)
+
+
+async def test_a_loss_is_noticed_where_nobody_asks(server: Server, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any request too it shows that Redis is gone, and that it is back."""
+    monkeypatch.setattr(limit_redis, "_WATCH_S", 0.05)
+    limits = await make(server.url)
+    assert limits.shared
+    server.stop()
+    await until(lambda: not limits.shared)
+    server.start()
+    await until(lambda: bool(limits.shared))
 
 
 async def test_absent_at_start(server: Server, make: Make) -> None:

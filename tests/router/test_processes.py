@@ -151,10 +151,16 @@ async def test_two_processes_are_one(tmp_path: Path, up: Upstream) -> None:
 
 
 async def test_no_process_outlives_its_parent(tmp_path: Path, up: Upstream) -> None:
-    """A parent that is killed takes all that it started with it."""
+    """A parent that is killed takes all that it started with it; one told to reload while they start ends none."""
     router = started(tmp_path, up.base, "--workers", "2")
     try:
-        await asyncio.to_thread(until_ready, router, 60)
+        ready = asyncio.create_task(asyncio.to_thread(until_ready, router, 60))
+        while not ready.done():
+            if "router_process_starts" in router.log.read_text():
+                router.process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        await ready
+        assert "router_process_ended" not in router.log.read_text()
         children = psutil.Process(router.process.pid).children(recursive=True)
     finally:
         router.process.kill()
