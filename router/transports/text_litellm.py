@@ -78,6 +78,7 @@ _NOT_SENT = frozenset({"model", "stream", "metadata", "store"})
 _OURS = frozenset({"timeout", "stream_timeout", "max_retries", "stream_options"})
 _PREFIX = re.compile(r"^(?:litellm\.\w+: )*(?:\w+(?:Exception|Error)(?: - |: ))?")
 _SUFFIX = re.compile(r"\. Handle with `litellm\.\w+`\.?\s*$")
+_TRACEBACK = "Traceback (most recent call last)"
 _BYTES = re.compile(r"""b(?P<quote>['"]).*(?P=quote)$""", re.DOTALL)
 
 T = TypeVar("T")
@@ -270,6 +271,8 @@ _CODES = {
 def _message(error: Exception) -> str:
     """The provider's own words, where it answered in JSON; else what litellm says, without its additions."""
     said = _SUFFIX.sub("", _PREFIX.sub("", str(getattr(error, "message", error))))
+    if _TRACEBACK in said:
+        return "The upstream's answer could not be read."
     body = said
     if _BYTES.match(said):
         # While streaming litellm quotes the body as a bytes literal.

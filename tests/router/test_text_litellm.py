@@ -58,6 +58,7 @@ class Provider:
         self.error = "no"
         self.hang = False
         self.cut = False
+        self.nonsense = False
         self.asked = asyncio.Event()
         self.hung_up = asyncio.Event()
         self.base = ""
@@ -78,6 +79,8 @@ class Provider:
         except asyncio.CancelledError:
             self.hung_up.set()
             raise
+        if self.nonsense:
+            return web.json_response({"id": "m", "content": [], "usage": {}})
         usage = {"input_tokens": 11, "output_tokens": 3}
         content = [{"type": "text", "text": "hello"}]
         answer = {"id": "m", "type": "message", "role": "assistant", "model": "claude-x", "content": content}
@@ -238,6 +241,17 @@ async def test_errors(
         assert caught.value.message == message
     if status == 429:
         assert caught.value.headers == {"retry-after": "7"}
+
+
+@needs_litellm
+async def test_an_answer_that_litellm_cannot_read(thread: LiteLLMThread, provider: Provider) -> None:
+    """Where litellm falls over an answer, the caller is told so, and nothing of its code and files."""
+    provider.nonsense = True
+    with pytest.raises(TransportError) as caught:
+        await deployed(thread, api_base=provider.base).send(call())
+    assert caught.value.status >= 500
+    for inner in ("Traceback", ".py", "litellm"):
+        assert inner not in caught.value.message
 
 
 @needs_litellm
