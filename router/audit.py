@@ -24,7 +24,6 @@ from msgspec import UNSET, UnsetType
 
 from policies.facts import Decision
 from router import policy_files
-from router.audit_anchor import Anchor
 from router.audit_chain import Body, Chain, Content, Entry, control
 from router.audit_keys import ROUTER, AuditError, Signer
 from router.audit_lines import BATCH
@@ -33,6 +32,7 @@ from router.errors import Unrecorded
 from router.facts_record import DecisionRecord, pack_all, pack_decision, pack_made
 
 if TYPE_CHECKING:
+    from router.audit_anchor import Anchor
     from router.tenants import Tenant
 
 log = structlog.get_logger(__name__)

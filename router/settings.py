@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 
 from router import layers, litellm_config, source
 from router.admin_config import AdminConfig, check_names
-from router.audit_sinks import sink_of
 from router.deployments import CacheParams as CacheParams
 from router.deployments import Deployment as Deployment
 from router.deployments import LiteLLMParams as LiteLLMParams
@@ -158,6 +157,8 @@ class AnchorConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_meant(self) -> Self:
+        from router.audit_sinks import sink_of  # few anchor, and it takes 1 % of a start
+
         for url in self.to:
             sink_of(url)
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+
+import msgspec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -18,8 +19,7 @@ REQUIRED = _Required()
 """In place of a default."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complaint:
+class Complaint(msgspec.Struct, frozen=True):
     """What is wrong at one place; `type` is pydantic's."""
 
     loc: tuple[int | str, ...]
@@ -35,13 +35,12 @@ class Invalid(ValueError):
         super().__init__("; ".join(f"{'.'.join(map(str, (name, *c.loc)))}: {c.msg}" for c in complaints))
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a part of a type in `Annotated`: it must have a hash
-class FieldInfo:
+class FieldInfo(msgspec.Struct, frozen=True, eq=False):
     """One key: its default and what bounds it."""
 
     default: Any = REQUIRED
     default_factory: Callable[[], Any] | None = None
-    bounds: Mapping[str, Any] = field(default_factory=dict)
+    bounds: Mapping[str, Any] = {}
     """`ge`, `gt`, `le`, `min_length`, `pattern`, `allow_inf_nan`: pydantic's."""
     repr: bool = True
     exclude: bool = False
@@ -72,15 +71,13 @@ def Field(  # noqa: N802  (pydantic's name)
     return FieldInfo(default, default_factory, bounds, repr, exclude, json_schema_extra)
 
 
-@dataclass(frozen=True, slots=True)
-class BeforeValidator:
+class BeforeValidator(msgspec.Struct, frozen=True):
     """In `Annotated`: makes of what is written what is then read. Raises ValueError."""
 
     func: Callable[[Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class AfterValidator:
+class AfterValidator(msgspec.Struct, frozen=True):
     """In `Annotated`: judges, or replaces, what was read. Raises ValueError."""
 
     func: Callable[[Any], Any]

@@ -84,7 +84,7 @@ def _reader(annotation: Any) -> Reader:
     plain = _PLAIN.get(annotation) if isinstance(annotation, typing.Hashable) else None
     if plain is not None:
         return plain
-    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+    if isinstance(annotation, type) and hasattr(annotation, "_fields"):
         return lambda value: value if isinstance(value, annotation) else read(annotation, value)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import typing
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from shapes import quick
 from shapes.notes import REQUIRED, FieldInfo
@@ -25,10 +25,10 @@ class _Fields:
     def __get__(self, _: Any, cls: type[Shape]) -> dict[str, FieldInfo]:
         found = cls.__dict__.get("_resolved")
         if found is None:
-            hints = typing.get_type_hints(cls, include_extras=True)
+            hints = _hints(cls)
             found = {name: replace(info, annotation=hints[name]) for name, info in cls._fields.items()}
             cls._resolved = found
-        return typing.cast("dict[str, FieldInfo]", found)
+        return cast("dict[str, FieldInfo]", found)
 
 
 class Shape:
@@ -182,6 +182,26 @@ def _own_fields(cls: type) -> dict[str, FieldInfo]:
         if default is not REQUIRED:
             delattr(cls, name)
     return found
+
+
+_known: dict[tuple[str, str], Any] = {}
+"""Types by module, as they are written there: few kinds of keys make most of a configuration."""
+
+
+def _hints(cls: type[Shape]) -> dict[str, Any]:
+    """The keys' types. `typing.get_type_hints` says the same in ten times as long, at every start."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            if name in cls._fields:
+                found[name] = _evaluated(base.__module__, annotation) if isinstance(annotation, str) else annotation
+    return found
+
+
+def _evaluated(module: str, text: str) -> Any:
+    if (module, text) not in _known:
+        _known[module, text] = eval(text, vars(sys.modules[module]))  # noqa: S307  (the program's own text)
+    return _known[module, text]
 
 
 def _marked(cls: type) -> Iterable[tuple[str, str]]:
