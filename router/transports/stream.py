@@ -62,24 +62,28 @@ class Stream:
 
     def feed(self, data: bytes) -> bytes:
         """Whole events for the caller, possibly none."""
-        if data.endswith(b"\n\n") and not self._splitter.rest and self._plain(data):
+        passed = self._plain(data) if not self._splitter.rest else 0
+        if passed == len(data):
             return data
         try:
-            events = self._splitter.feed(data)
+            events = self._splitter.feed(data[passed:])
         except ValueError:
-            return self.fail(Unavailable("An event of the upstream exceeds the limit.", code="upstream_malformed"))
-        return self._relay(events)
+            error = Unavailable("An event of the upstream exceeds the limit.", code="upstream_malformed")
+            return data[:passed] + self.fail(error)
+        return data[:passed] + self._relay(events)
 
-    def _plain(self, data: bytes) -> bool:
-        """All of a read are whole events with nothing for us in them, as nearly all reads: they pass as they came."""
-        if not data.startswith(b"data: "):
-            return False
-        events = data[6:-2].split(_BETWEEN)
-        if not _bare(events):
-            return False
+    def _plain(self, data: bytes) -> int:
+        """Bytes at the beginning of a read that pass as they came: whole events with nothing for us in them."""
+        end = data.rfind(b"\n\n")
+        if end < 0 or not data.startswith(b"data: "):
+            return 0
+        events = data[6:end].split(_BETWEEN)
+        bare = _bare(events)
+        if not bare:
+            return 0
         self.began = True
-        self._tail.extend(events)
-        return True
+        self._tail.extend(events[:bare])
+        return end + 2 if bare == len(events) else sum(map(len, events[:bare])) + len(_BETWEEN) * bare
 
     def chunk(self, data: bytes) -> bytes:
         """The event that a read holds, where it is one such event and nothing else, in one chunk of HTTP/1.1."""
@@ -89,7 +93,7 @@ class Stream:
             return b""
         frame = data[len(openings[0]) : -2]
         event = frame[6:-2]
-        if not _bare([event]):
+        if not _is_bare(event):
             return b""
         self.began = True
         self._tail.append(event)
@@ -159,19 +163,27 @@ class Stream:
         return data
 
 
-def _bare(events: list[bytes]) -> bool:
-    """They are JSON objects in one line each, and none tells of anything that we would have to read or change."""
+def _bare(events: list[bytes]) -> int:
+    """How many, up to the first other, are JSON objects in one line that tell of nothing we would read or change."""
     flat = b"".join(events)
-    if b"\n" in flat or b"\r" in flat:
+    if b"\n" not in flat and b"\r" not in flat:
+        try:
+            said = list(map(prove, events))
+            if said.count(_NOTHING) == len(said) or all(map(_tells_nothing, said)):
+                return len(events)
+        except (msgspec.DecodeError, RecursionError):
+            pass  # one by one
+    return next((at for at, event in enumerate(events) if not _is_bare(event)), len(events))
+
+
+def _is_bare(event: bytes) -> bool:
+    if b"\n" in event or b"\r" in event:
         return False
     try:
-        said = list(map(prove, events))
+        said = prove(event)
+        return said == _NOTHING or _tells_nothing(said)
     except (msgspec.DecodeError, RecursionError):
         return False
-    return said.count(_NOTHING) == len(said) or all(map(_tells_nothing, said))
-
-
-_NOTHING = Answer()
 
 
 def _tells_nothing(said: Answer) -> bool:
@@ -181,6 +193,9 @@ def _tells_nothing(said: Answer) -> bool:
         and said.response is ABSENT
         and (said.usage is ABSENT or said.usage == NULL)  # many servers write null into all events but the last
     )
+
+
+_NOTHING = Answer()
 
 
 @lru_cache(maxsize=1024)
