@@ -60,8 +60,8 @@ def load_public(source: Source, split: str, copy: Path | None = None) -> Chosen:
     for subject, rows in _rows(place, _files(place, source, split)):
         for row in rows:
             try:
-                asked = source.read(row)
-            except (KeyError, TypeError, AttributeError) as error:
+                asked = _clear(source.read(row))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise LoadFailed(f"{place.origin}: {subject} holds rows of another form ({error!r})") from error
             if isinstance(asked, str):
                 left_out[asked] += 1
@@ -71,7 +71,24 @@ def load_public(source: Source, split: str, copy: Path | None = None) -> Chosen:
         why = "; ".join(left_out) or "it holds no row"
         raise LoadFailed(f"{split} of {place.origin}: nothing can be asked: {why}")
     counts = (f"{count} of its rows were left out: {why}." for why, count in sorted(left_out.items()))
-    return Chosen(items, (f"The items are {split} of {place.origin}.", *counts))
+    # A report goes out with its pair, and where a copy lies is nobody's business.
+    origin = place.origin if copy is None else f"a copy of {source.repo}"
+    return Chosen(items, (f"The items are {split} of {origin}.", *counts))
+
+
+def _clear(asked: Asked | str) -> Asked | str:
+    """The question where one letter is right, else why it cannot be asked."""
+    if isinstance(asked, str):
+        return asked
+    texts = [text.strip() if isinstance(text, str) else "" for text in (asked.question, *asked.choices)]
+    if not all(texts):
+        return "a text is missing"
+    choices = texts[1:]
+    if not 2 <= len(choices) <= len(LETTERS):
+        return f"not 2 to {len(LETTERS)} choices"
+    if len(set(choices)) < len(choices):
+        return "two of the choices are alike"
+    return asked if 0 <= asked.right < len(choices) else "the answer is none of the choices"
 
 
 def _item(asked: Asked, subject: str) -> Item:
@@ -193,7 +210,7 @@ def _redux(row: Row) -> Asked | str:
     """
     choices, kind = tuple(row["choices"]), row["error_type"]
     if kind == "ok":
-        return Asked(row["question"], choices, row["answer"])
+        return Asked(row["question"], choices, int(row["answer"]))
     if kind != "wrong_groundtruth":
         return f"its annotators say {kind}"
     said = str(row["correct_answer"] or "").strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -116,8 +117,19 @@ def train_command(read_fleet: ReadFleet | None, /, **options: Any) -> None:
         raise click.UsageError("--processes, or the launcher's own number of processes, not both")
     else:
         status = together.start(options["processes"], work, asked)
+        if why := ended_by(status):
+            click.echo(f"twolane: {why}{_goes_on(asked.out)}", err=True)
     if status:
         sys.exit(status)
+
+
+def ended_by(status: int) -> str:
+    """What is to be said of processes of which one was ended from outside: it said nothing itself."""
+    return f"one of the processes was ended by signal {status - 128}" if status > 128 + signal.SIGINT else ""
+
+
+def _goes_on(out: Path) -> str:
+    return f"; {out} goes on with --resume" if (out / "training").exists() else ""
 
 
 ReadFleet = Callable[[Path], Fleet]
@@ -206,8 +218,7 @@ def work(asked: Asked) -> int:
         return 1
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            begun = (asked.out / "training").exists()
-            click.echo(f"twolane: stopped{f'; {asked.out} goes on with --resume' if begun else ''}", err=True)
+            click.echo(f"twolane: stopped{_goes_on(asked.out)}", err=True)
         return 130
     if told is not None:
         click.echo(told)

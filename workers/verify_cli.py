@@ -162,8 +162,16 @@ def _verify(folder: Path, found: Chosen, options: dict[str, Any]) -> Report:
         seeds=found.seeds,
         others=others,
         min_gain=options["min_gain"],
-        notes=(*found.notes, *([f"The baseline is {options['baseline']}."] if options["baseline"] else ())),
+        notes=(*found.notes, *_baseline_note(options["baseline"], others)),
     )
+
+
+def _baseline_note(name: str | None, others: Others) -> tuple[str, ...]:
+    """By its digest too; of a folder the last part, as a report goes out with its pair."""
+    if name is None or others.baseline is None:
+        return ()
+    known = Path(name).name if Path(name).exists() else name
+    return (f"The baseline is {known}, weights {others.baseline.decoder.digests.weights[:12]}.",)
 
 
 def _others(file: PairFile, held: HeldPair, loader: Loader, options: dict[str, Any], stack: ExitStack) -> Others:

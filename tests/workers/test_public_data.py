@@ -115,11 +115,44 @@ def test_wrong_answers_are_corrected_or_left_out(tmp_path: Path) -> None:
     found = load(written(tmp_path, "mmlu-redux"), "mmlu-redux")
     assert [i.answers[0] for i in found.items if i.kind == "anatomy"] == ["B", "D", "C", "D", "C", "C"]
     assert found.notes == (
-        f"The items are test of {tmp_path}.",
+        "The items are test of a copy of edinburgh-dawg/mmlu-redux-2.0.",
         "1 of its rows were left out: its annotators say bad_question_clarity.",
         "1 of its rows were left out: its annotators say no_correct_answer.",
         "2 of its rows were left out: its annotators say wrong_groundtruth, and not which choice is right.",
     )
+
+
+UNCLEAR: list[tuple[str, dict[str, Any], str]] = [
+    ("arc-challenge", arc(choices={"text": ["x", "y", "x"], "label": ["A", "B", "C"]}), "two of the choices are alike"),
+    ("arc-challenge", arc(choices={"text": ["x", " ", "y"], "label": ["A", "B", "C"]}), "a text is missing"),
+    ("arc-challenge", arc(choices={"text": ["x", None, "y"], "label": ["A", "B", "C"]}), "a text is missing"),
+    ("arc-challenge", arc(question=None), "a text is missing"),
+    ("arc-challenge", arc(choices={"text": ["x"], "label": ["C"]}), "not 2 to 26 choices"),
+    ("arc-challenge", arc(choices={"text": ["x", "y"], "label": ["A", "B", "C"]}), "the answer is none of the choices"),
+    ("arc-challenge", arc(answerKey=""), "no answer"),
+    ("openbookqa", BOOK | {"answerKey": "E"}, "no answer"),
+    ("mmlu-redux", redux(answer=4), "the answer is none of the choices"),
+    ("mmlu-redux", redux(answer=-1), "the answer is none of the choices"),
+    ("c-eval", ceval(B="甲"), "two of the choices are alike"),
+    ("c-eval", ceval(answer=None), "no answer"),
+]
+PLACES = {
+    "arc-challenge": "ARC-Challenge/test",
+    "openbookqa": "main/test",
+    "mmlu-redux": "law/test",
+    "c-eval": "law/val",
+}
+
+
+def test_a_row_without_one_right_letter_is_left_out_and_counted(tmp_path: Path) -> None:
+    """Choices that are alike or missing, an answer that is none of them, no answer: each beside a row that is asked."""
+    good = {"arc-challenge": arc(), "openbookqa": BOOK, "mmlu-redux": redux(), "c-eval": ceval()}
+    for number, (name, row, why) in enumerate(UNCLEAR):
+        folder = tmp_path / str(number)
+        (folder / PLACES[name]).mkdir(parents=True)
+        Dataset.from_list([row, good[name]]).to_parquet(folder / PLACES[name] / "0000.parquet")
+        found = load(folder, name)
+        assert (len(found.items), found.notes[1:]) == (1, (f"1 of its rows were left out: {why}.",)), (name, row)
 
 
 def test_another_split(tmp_path: Path) -> None:
@@ -141,6 +174,10 @@ def test_what_is_not_in_its_form_is_refused(tmp_path: Path) -> None:
     Dataset.from_list([redux()]).to_parquet(file)
     with pytest.raises(LoadFailed, match="main holds rows of another form"):
         load(tmp_path, "openbookqa")
+    (tmp_path / "law" / "test").mkdir(parents=True)
+    Dataset.from_list([redux(answer="B")]).to_parquet(tmp_path / "law" / "test" / "0000.parquet")
+    with pytest.raises(LoadFailed, match="law holds rows of another form"):
+        load(tmp_path, "mmlu-redux")
     file.write_bytes(b"PAR1 but no more")
     with pytest.raises(LoadFailed, match="cannot be read"):
         load(tmp_path, "openbookqa")

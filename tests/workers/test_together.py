@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from workers import together
 from workers.config import ModelConfig
 from workers.pairs import read_pair
 from workers.plan import Plan
-from workers.train_cli import Asked, work
+from workers.train_cli import Asked, ended_by, work
 from workers.train_pair import Licences
 
 WORDS = ["Paris", "tide", "harbour", "ledger", "France", "buyer", "item"]
@@ -122,6 +124,36 @@ def test_what_cannot_be_shared_is_said_once(
     (told,) = capfd.readouterr().err.splitlines()
     assert says in told
     assert not asked.out.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_ends_the_others(
+    asked: Asked, tmp_path: Path, capfd: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """SIGKILL for one of two: the status says so, the other ends, and what was kept goes on to the same weights."""
+    plan = replace(LITE, steps=12)
+    assert run(replace(asked, plan=plan), 2) == 0
+    killed = replace(asked, plan=plan, out=tmp_path / "killed", every=1)
+    status = together.start(2, _killed, killed, rank, method="fork")
+    assert (status, ended_by(status)) == (137, "one of the processes was ended by signal 9")
+    capfd.readouterr()
+    assert (killed.out / "training" / "checkpoint.pt").exists()
+    assert not (killed.out / "pair.json").exists()
+    assert run(replace(killed, resume=True), 2) == 0  # refused, were the other still at it
+    assert read_pair(killed.out).fuser == read_pair(asked.out).fuser
+    [told] = [json.loads(line) for line in capfd.readouterr().out.splitlines() if "resumed_at" in line]
+    assert told["resumed_at"] > 0
+
+
+def _killed(asked: Asked, rank: int) -> int:
+    def kill() -> None:
+        while not (asked.out / "training" / "checkpoint.pt").exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == str(rank):
+        threading.Thread(target=kill).start()
+    return work(asked)
 
 
 def test_gradients_are_added_up_where_there_are_any() -> None:
