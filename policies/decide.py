@@ -85,7 +85,7 @@ def rule_names(policy: Policy) -> tuple[str, ...]:
 
 
 def _survivors(terms: Terms, facts: Facts, allowed: list[DeploymentFacts]) -> list[_Survivor]:
-    last = facts.last if terms.sticky else None
+    last = facts.last if terms.sticky or facts.held else None
     lane = None if last is None else next((d.transport for d in facts.deployments if d.id == last), None)
     bounds, lanes, shuffle = limits(terms, facts), terms.lanes, facts.strategy == "simple-shuffle"
     survivors: list[_Survivor] = []
@@ -160,7 +160,7 @@ def _reason(terms: Terms, facts: Facts, judged: list[Judged], ranked: list[_Surv
     for other in ranked:
         if other.wish < chosen.wish:
             return "cooldown_avoided" if other.deployment.cooling else "budget_fits"
-    if terms.sticky and facts.last == chosen.deployment.id:
+    if (terms.sticky or facts.held) and facts.last == chosen.deployment.id:
         return "sticky"
     if any(s.deployment.transport != lane for s in ranked):
         return "cache_preferred" if lane == "cache" else "text_preferred"

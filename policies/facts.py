@@ -97,7 +97,9 @@ class Facts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     strategy: str = "simple-shuffle"
     """`router_settings.routing_strategy`: how equals within a lane are ordered."""
     last: str | None = None
-    """Deployment that answered this conversation before; read only where the policy is sticky."""
+    """Deployment that answered this conversation before; read only where the policy is sticky, or it is `held`."""
+    held: bool = False
+    """`last` keeps a response that the request goes on from: no other has it."""
     conversation: float | None = None
     """Digest of the conversation as a number on [0, 1); None where it is not known."""
     labels: dict[str, str] = {}

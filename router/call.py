@@ -126,6 +126,8 @@ class Reply(msgspec.Struct):
     None where nobody can tell."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
+    id: msgspec.Raw | None = None
+    """Of `/responses`: by which the upstream may be asked for it again, as JSON."""
     hint_left_out: bool = False
     """The receiver had no room for it, and answered alone."""
 

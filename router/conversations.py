@@ -1,9 +1,12 @@
-"""Conversations: what names one, and which deployment answered it last."""
+"""Conversations and stored responses: what names one, and which deployment answered it last."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from urllib.parse import unquote
+
+import msgspec
 
 from router.call import Call
 from router.features import first_turn
@@ -19,8 +22,24 @@ def identity(call: Call) -> bytes | None:
         mark = next((bytes(call.fields[name]) for name in _NAMES if given(call.fields, name)), None)
     if mark is None:
         mark = first_turn(call)
-    if mark is None:
-        return None
+    return None if mark is None else _named(call, mark)
+
+
+def goes_on_from(call: Call) -> bytes | None:
+    """16 bytes that name the stored response that a request of `/responses` goes on from, or asks for."""
+    if "previous_response_id" in call.fields and given(call.fields, "previous_response_id"):
+        return response(call, call.fields["previous_response_id"])
+    if call.raw is not None and call.path.startswith("/responses/"):
+        return response(call, msgspec.Raw(msgspec.json.encode(unquote(call.path.split("/")[2]))))
+    return None
+
+
+def response(call: Call, id: msgspec.Raw) -> bytes:
+    """16 bytes that name a response, by its id as JSON."""
+    return _named(call, b"response " + bytes(id))
+
+
+def _named(call: Call, mark: bytes) -> bytes:
     return hashlib.blake2b(mark, digest_size=16, key=call.tenant.name.encode()[:64]).digest()
 
 

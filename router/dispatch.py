@@ -18,7 +18,7 @@ from router import fallbacks
 from router.audit import Audit
 from router.books import Books, ending
 from router.call import Call, Reply
-from router.conversations import Conversations, identity
+from router.conversations import Conversations, identity, response
 from router.course import Course, Decisions
 from router.deployments import Deployment
 from router.errors import (
@@ -401,6 +401,8 @@ class Dispatcher:
             self.shadow.offer(course, pair)
         if course.call.tenant.policy.terms.sticky:
             self.conversations.answered(identity(course.call), id)
+        if reply.id is not None:
+            self.conversations.answered(response(course.call, reply.id), id)
 
 
 def ended_by(error: BaseException) -> Outcome:

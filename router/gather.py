@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts, Transport
 from router.bills import Tariff, tariffs
 from router.call import Call
-from router.conversations import Conversations, identity, share
+from router.conversations import Conversations, goes_on_from, identity, share
 from router.demotion import Demotion
 from router.deployments import Deployment, Kind
 from router.estimates import Estimates
@@ -102,6 +102,8 @@ class Gatherer:
         limit = output_limit(call)
         terms = call.tenant.policy.terms
         who = identity(call) if terms.sticky or terms.cache_share < 1 else None
+        response = goes_on_from(call) if call.path.startswith("/responses") else None
+        holder = None if response is None else self._conversations.last(response)
         cached = self._cached and any(d.kind == "cache" for d in deployments)
         return Facts(
             model=model,
@@ -117,7 +119,8 @@ class Gatherer:
             stopped=self._stopped(),
             pinned=call.pinned,
             strategy=self._strategy,
-            last=None if who is None else self._conversations.last(who),
+            last=holder or (None if who is None else self._conversations.last(who)),
+            held=holder is not None,
             conversation=None if who is None else share(who),
             labels={**call.labels, "tenant": call.tenant.name},
             use_case=call.tenant.use_case,

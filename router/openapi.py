@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from router.admins import RIGHTS
-from router.passthrough import FAMILIES, METHODS
+from router.passthrough import BELOW, FAMILIES, METHODS
 
 Key = Literal["none", "tenant", "admin"]
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -150,10 +150,10 @@ def operations() -> Iterator[Operation]:
     for prefix in ("/v1", ""):
         for door in _DOORS:
             yield replace(door, path=prefix + door.path)
-        for family in FAMILIES:
-            for path in (f"/{family}", f"/{family}/{{rest}}"):
-                for method in METHODS:
-                    yield _passed(method, prefix + path)
+        passed = [path for family in FAMILIES for path in (f"/{family}", f"/{family}/{{rest}}")]
+        for path in (*passed, *(f"/{family}/{{rest}}" for family in BELOW)):
+            for method in METHODS:
+                yield _passed(method, prefix + path)
     for method, path in RIGHTS:
         summary, body = _ADMIN.get((method, path), ("Administration.", None))
         yield Operation(method, path, summary, "admin", body=body)

@@ -25,7 +25,12 @@ from router.wire import error_frame, read_body, read_flag, read_text
 
 FAMILIES = ("files", "batches", "audio", "images", "messages")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD")
-_PATH = re.compile(rb"(?:/v1)?(/(?:%s)(?:/[^?#]*)?)\Z" % b"|".join(f.encode() for f in FAMILIES))
+BELOW = ("responses",)
+"""Families of which only what lies below is passed through: stored responses."""
+_PATH = re.compile(
+    rb"(?:/v1)?(/(?:%s)(?:/[^?#]*)?|/(?:%s)/[^?#]+)\Z"
+    % (b"|".join(f.encode() for f in FAMILIES), b"|".join(f.encode() for f in BELOW))
+)
 _ODD = re.compile(r"(?:^|/)\.{1,2}(?:/|$)|//|\\|%2e|%2f|%5c|[\x00-\x1f\x7f]", re.IGNORECASE)
 """In a decoded path: what an upstream may read as another path than we did."""
 _PASSED = frozenset(
@@ -46,7 +51,7 @@ _MOST_KEPT = 16 * 2**20
 
 
 class Passthrough:
-    """Answers METHODS on every path below FAMILIES, with and without `/v1`."""
+    """Answers METHODS on every path of FAMILIES and below them and BELOW, with and without `/v1`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from router.call import Usage
+from router.call import Reply, Usage
 from router.errors import BadRequest, RouterError
 
 DONE = b"data: [DONE]\n\n"
@@ -207,13 +207,26 @@ class _Item(msgspec.Struct):
     action: _Action | None = None
 
 
+class _Response(msgspec.Struct):
+    id: msgspec.Raw = ABSENT
+    output: msgspec.Raw = ABSENT
+
+
+_response = msgspec.json.Decoder(_Response)
 _items = msgspec.json.Decoder(list[_Item])
 
 
-def read_output(output: msgspec.Raw, into: Usage) -> None:
-    """Note the searches among the items that `/responses` answered; to open a page found is none."""
-    if b'"web_search_call"' not in bytes(output):
-        return
+def read_response(answer: bytes, reply: Reply) -> None:
+    """Note the id of what `/responses` answered, and the searches among its items."""
+    said = _response.decode(answer)
+    if told(said.id):
+        reply.id = said.id
+    if b'"web_search_call"' in bytes(said.output):
+        _count_searches(said.output, reply.usage)
+
+
+def _count_searches(output: msgspec.Raw, into: Usage) -> None:
+    """To open a page that was found is none."""
     with suppress(msgspec.DecodeError):  # another shape: nothing that we know of was done
         items = [item for item in _items.decode(output) if item.type == "web_search_call"]
         searches = sum(item.action is None or item.action.type in (None, "search") for item in items)
@@ -272,7 +285,6 @@ class Answer(msgspec.Struct, gc=False):
     error: msgspec.Raw = ABSENT
     twolane: msgspec.Raw = ABSENT
     service_tier: msgspec.Raw = ABSENT
-    output: msgspec.Raw = ABSENT
     response: msgspec.Raw = ABSENT
     """`/responses` puts the whole answer, usage included, into its last event."""
 

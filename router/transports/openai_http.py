@@ -21,7 +21,7 @@ from router.transports.frames import Frames
 from router.transports.http1 import KEPT_S, Address, Answer, Malformed, Server, header_lines, request_head
 from router.transports.stream import Stream
 from router.transports.upstream_errors import in_answer, refusal, translate
-from router.wire import read_answer, read_output, read_tier, read_usage, told, without_run
+from router.wire import read_answer, read_response, read_tier, read_usage, told, without_run
 from workers.protocol import KV
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _plain(answer: Answer, target: Target, call: Call, body: bytes) -> Reply:
         read_usage(said.usage, reply.usage)
         read_tier(said.service_tier, reply.usage)
     if call.path == "/responses":
-        read_output(said.output, reply.usage)
+        read_response(body, reply)
     if target.worker and told(said.twolane):
         reply.run = said.twolane
         reply.body = without_run(body)

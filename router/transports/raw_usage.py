@@ -24,7 +24,7 @@ from router.wire import (
     unread,
 )
 
-_MAKE = ("/audio", "/images", "/messages")
+_MAKE = ("/audio", "/images", "/messages", "/responses/compact")
 
 
 def makes(call: Call) -> bool:

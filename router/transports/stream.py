@@ -24,7 +24,7 @@ from router.wire import (
     frame,
     prove,
     read_answer,
-    read_output,
+    read_response,
     read_tier,
     read_usage,
     told,
@@ -156,10 +156,11 @@ class Stream:
             return data if self._asked or self._path == "/responses" else without_usage(data)
         if told(answer.response):
             completed = read_answer(bytes(answer.response))
+            if completed is not None:
+                read_response(bytes(answer.response), self._reply)
             if completed is not None and told(completed.usage):
                 read_usage(completed.usage, self._reply.usage)
                 read_tier(completed.service_tier, self._reply.usage)
-                read_output(completed.output, self._reply.usage)
         return data
 
 

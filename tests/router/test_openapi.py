@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from router.endpoints import PATHS
 from router.openapi import document
-from router.passthrough import FAMILIES, METHODS
+from router.passthrough import BELOW, FAMILIES, METHODS
 from tests.router.gateway import KEY, PLAIN, Router, chunk, router
 
 ONCE = ("/v1/", "/admin/", "/health/", "/metrics", "/openapi.json")
@@ -40,6 +40,7 @@ async def test_it_lists_exactly_what_is_served(tmp_path: Path) -> None:
     prefixes = ("", "/v1")
     served |= {("POST", v + path) for v in prefixes for path in PATHS}
     served |= {(m, f"{v}/{f}{rest}") for m in METHODS for v in prefixes for f in FAMILIES for rest in ("", "/{rest}")}
+    served |= {(m, f"{v}/{f}/{{rest}}") for m in METHODS for v in prefixes for f in BELOW}
     assert listed() == served
     assert page == document()
 

@@ -647,3 +647,48 @@ async def test_records(content: str, tmp_path: Path, up: Up) -> None:
     assert told[0]["usage"]["completion_tokens"] == 5
     kept = {"answer", "request"}
     assert all(kept & set(o.get("content", {})) == (kept if content == "full" else set()) for o in told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stored_response_is_asked_for_where_it_lies(stream: bool, tmp_path: Path, up: Up) -> None:
+    """What goes on from a response, reads, cancels or deletes it goes to the deployment that answered it, of however
+    many; one that nobody here has answered goes anywhere that policy allows."""
+    told = iter(range(10))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = {"id": f"resp_{next(told)}", "object": "response", "status": "completed", "output": []}
+        body["usage"] = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+        if not stream or not await request.read():
+            return web.json_response(body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        event = {"type": "response.completed", "response": body}
+        await response.write(b"event: response.completed\ndata: " + json.dumps(event).encode() + b"\n\n")
+        return response
+
+    up.answer = answer
+    entries = [entry("m", up.base, model=f"openai/{name}", info={"id": name}) for name in ("a", "b", "c", "d")]
+    async with door(tmp_path, *entries) as to:
+
+        async def deployment_of(method: str, path: str, **options: Any) -> tuple[str, str]:
+            status, headers, _ = await ask(to, method, path, **options)
+            assert status == 200
+            return headers["x-twolane-deployment"], headers["x-twolane-reason"]
+
+        begun = {"model": "m", "input": "hi", "stream": stream}
+        first, _ = await deployment_of("POST", "/v1/responses", json=begun)
+        for number in range(4):
+            on = {**begun, "previous_response_id": f"resp_{number}"}
+            assert await deployment_of("POST", "/v1/responses", json=on) == (first, "sticky")
+        assert await deployment_of("GET", "/v1/responses/resp_4?include=x") == (first, "sticky")
+        assert await deployment_of("GET", "/responses/resp_2/input_items") == (first, "sticky")
+        assert await deployment_of("POST", "/v1/responses/resp_0/cancel") == (first, "sticky")
+        assert await deployment_of("DELETE", "/v1/responses/resp_4") == (first, "sticky")
+        assert (await deployment_of("GET", "/v1/responses/other"))[1] != "sticky"
+    assert [got.target for got in up.got[-5:]] == [
+        "/v1/responses/resp_4?include=x",
+        "/v1/responses/resp_2/input_items",
+        "/v1/responses/resp_0/cancel",
+        "/v1/responses/resp_4",
+        "/v1/responses/other",
+    ]
