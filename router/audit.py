@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_LINGER = 0.05
+_LINGER = 0.08
 """Seconds that records nobody waits for are held, to be handed to the thread together."""
 _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""

@@ -25,9 +25,9 @@ from router.traces import Traces
 
 log = structlog.get_logger("twolane.router")
 
-_HELD_S = 0.05
+_HELD_S = 0.02
 _MOST = 32
-_TAUGHT = 8
+_TAUGHT = 4
 """Answers of one deployment that its estimate learns from, of those closed together: more say hardly more."""
 _RESULTS: dict[Outcome, Literal["answered", "refused", "failed", "cancelled"]] = {
     "ok": "answered",

@@ -134,7 +134,8 @@ class Course(msgspec.Struct):
         if reply is not None:
             usage = reply.usage
             if call.stream:
-                event.ttft_ms = _rounded(self.ttft_ms)
+                ttft = self.ttft_ms
+                event.ttft_ms = None if ttft is None else round(ttft, 3)
             if usage.known:
                 event.prompt_tokens = usage.prompt_tokens
                 event.completion_tokens = usage.completion_tokens
@@ -148,10 +149,6 @@ class Course(msgspec.Struct):
         if self.estimate is not None:
             event.ttft_p90_ms, event.total_p90_ms = round(self.estimate.ttft_p90, 3), round(self.estimate.total_p90, 3)
         return event
-
-
-def _rounded(ms: float | None) -> float | None:
-    return None if ms is None else round(ms, 3)
 
 
 class Past(msgspec.Struct, gc=False):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Awaitable, Iterable, Mapping
+from functools import lru_cache
 from typing import get_args
 
 import msgspec
@@ -76,38 +76,33 @@ class Endpoint:
         self.max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = AsgiCaller(receive, send)
-        read = partial(read_all, receive, scope["headers"], self.max_body)
-        call = await self.call(caller, scope["path"].removeprefix("/v1"), first_of_each(scope["headers"]), read)
-        if call is not None:
+        started, id, caller = time.perf_counter(), new_id(), AsgiCaller(receive, send)
+        headers, tenant = first_of_each(scope["headers"]), None
+        try:
+            tenant = authenticate(self.tenants, headers)
+            body = await read_all(receive, scope["headers"], self.max_body)
+            call = read_call(id, tenant, headers, body, started, scope["path"].removeprefix("/v1"))
+        except RouterError as error:
+            await self._refuse(caller, id, tenant, error, started)
+        except Gone:
+            pass
+        else:
             with caller:
                 await self.answer(call, caller, Streaming)
 
-    async def answer_hot(self, exchange: Exchange) -> None:
+    def answer_hot(self, exchange: Exchange) -> Awaitable[None]:
         """Answer a request whose body has come, over a way without ASGI."""
-        call = await self.call(exchange, exchange.path, exchange.headers, exchange.body)
-        if call is not None:
-            await self.answer(call, exchange, Streaming)
-
-    async def call(
-        self, caller: Caller, path: str, headers: Mapping[bytes, bytes], body: bytes | Callable[[], Awaitable[bytes]]
-    ) -> Call | None:
-        """The request; None of one that was refused, or whose caller is gone.
-
-        A body that is still to be read is read once it is known who asks.
-        """
-        started = time.perf_counter()
-        id = new_id()
-        tenant: Tenant | None = None
+        started, id, headers, tenant = time.perf_counter(), new_id(), exchange.headers, None
         try:
             tenant = authenticate(self.tenants, headers)
-            return read_call(id, tenant, headers, body if isinstance(body, bytes) else await body(), started, path)
+            call = read_call(id, tenant, headers, exchange.body, started, exchange.path)
         except RouterError as error:
-            self.refused(id, tenant, error, started)
-            await refuse(caller, error, {"x-twolane-decision": id})
-        except Gone:
-            pass
-        return None
+            return self._refuse(exchange, id, tenant, error, started)
+        return self.answer(call, exchange, Streaming)
+
+    async def _refuse(self, caller: Caller, id: str, tenant: Tenant | None, error: RouterError, started: float) -> None:
+        self.refused(id, tenant, error, started)
+        await refuse(caller, error, {"x-twolane-decision": id})
 
     async def answer(self, call: Call, caller: Caller, streaming: type[Streaming]) -> None:
         """Run a call and send what comes of it."""
@@ -124,10 +119,17 @@ class Endpoint:
             log.exception("request_failed", request_id=call.id, error=type(error).__name__)
             await refuse(caller, RouterError("The router failed.", code="internal_error"), {})
             return
-        if course.reply is not None and course.reply.frames is not None:
+        reply = course.reply
+        assert reply is not None  # noqa: S101  (the dispatcher's promise)
+        if reply.frames is not None:
             await streaming(dispatcher, course, caller).run()
-        else:
-            await _send_plain(dispatcher, course, caller)
+            return
+        try:
+            await dispatcher.finish(course, "ok")
+        except Unrecorded as error:
+            await refuse(caller, error, {"x-twolane-decision": call.id})
+            return
+        await caller.whole(reply.status, answer_lines(course, reply), reply.body)
 
     def refused(self, id: str, tenant: Tenant | None, error: RouterError, started: float) -> None:
         """Count and log a request that never became a call."""
@@ -141,17 +143,6 @@ class Endpoint:
             error=error.code,
         )
         self.dispatcher.books.refused(event)
-
-
-async def _send_plain(dispatcher: Dispatcher, course: Course, caller: Caller) -> None:
-    reply = course.reply
-    assert reply is not None  # noqa: S101  (the dispatcher's promise)
-    try:
-        await dispatcher.finish(course, "ok")
-    except Unrecorded as error:
-        await refuse(caller, error, {"x-twolane-decision": course.call.id})
-        return
-    await caller.whole(reply.status, answer_lines(course, reply), reply.body)
 
 
 class Streaming:

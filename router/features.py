@@ -11,7 +11,7 @@ import msgspec
 
 from router.call import Call
 from router.deployments import Kind
-from router.wire import MOST, given, read_whole
+from router.wire import MOST, read_whole
 
 _WORKERS = frozenset({"tools", "images", "audio", "files", "json", "embeddings", "responses", "passthrough"})
 CANNOT: dict[Kind, frozenset[str]] = {
@@ -34,13 +34,14 @@ _PARTS = {
 }
 _mark = re.compile(rb'"(?:type|role)"\s*:\s*"(image_url|input_image|input_audio|file|input_file|tool|function)"')
 _EMPTY = frozenset({b"null", b"false", b"0", b"[]", b"{}", b'"none"', b'""'})
-_WHERE = {
-    "/chat/completions": "",
-    "/completions": "completions",
-    "/embeddings": "embeddings",
-    "/responses": "responses",
+_DOORS = {
+    "/chat/completions": frozenset[str](),
+    "/completions": frozenset({"completions"}),
+    "/embeddings": frozenset({"embeddings"}),
+    "/responses": frozenset({"responses"}),
 }
 """What a door asks of a deployment; all others are passed through."""
+_PASSED = frozenset({"passthrough"})
 _CALLING = ("tool_choice", "function_call")
 """Fields that ask for a call, unless they leave it to the model."""
 _TELLING = frozenset(
@@ -57,18 +58,15 @@ _OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 def needs(call: Call) -> frozenset[str]:
     """Features the request uses."""
     fields = call.fields
-    found = set()
-    door = _WHERE.get(call.path, "passthrough")
-    if door:
-        found.add(door)
+    found = _DOORS.get(call.path, _PASSED)
     if not _TELLING.isdisjoint(fields):
         found |= _told(fields)
     for name in _MESSAGES:
         raw = fields.get(name)
         if raw is not None and _may_mark(bytes(raw)):
             # Quotes inside a message's text are escaped there, so the bare form is a key and value of the structure.
-            found.update([_PARTS[mark] for mark in _mark.findall(raw)])
-    return frozenset(found)
+            found |= {_PARTS[mark] for mark in _mark.findall(raw)}
+    return found
 
 
 def _told(fields: dict[str, msgspec.Raw]) -> set[str]:
@@ -123,7 +121,7 @@ def output_limit(call: Call) -> int | None:
     most: int | None = None
     fields = call.fields
     for name in _OUTPUT:
-        if name in fields and given(fields, name):
+        if name in fields:
             limit = read_whole(fields, name)
             if limit is not None and limit >= 0 and (most is None or limit > most):
                 most = min(limit, MOST)

@@ -75,6 +75,9 @@ class Window:
     """One tenant's counters in this process."""
 
     buckets: dict[int, _Counts] = field(default_factory=dict)
+    requests: int = 0
+    """Of all buckets together; so are `tokens`."""
+    tokens: int = 0
     running: int = 0
     period: int = 0
     spent: float = 0.0
@@ -85,7 +88,9 @@ class Window:
         counts = self.buckets.get(bucket)
         if counts is None:
             for old in [b for b in self.buckets if b <= bucket - BUCKETS]:
-                del self.buckets[old]
+                gone = self.buckets.pop(old)
+                self.requests -= gone.requests
+                self.tokens -= gone.tokens
         if period > self.period:
             self.period, self.spent = period, 0.0
         full = self._full(tenant, now, tokens, cost)
@@ -95,6 +100,8 @@ class Window:
             counts = self.buckets[bucket] = _Counts()
         counts.requests += 1
         counts.tokens += tokens
+        self.requests += 1
+        self.tokens += tokens
         self.running += 1
         self.spent += cost
         return Taken(bucket, period)
@@ -108,12 +115,12 @@ class Window:
         if slots is not None and self.running >= slots:
             return Full("max_parallel_requests", UNKNOWN_WAIT_S)
         if tenant.rpm_limit is not None:
-            room, used = tenant.rpm_limit - 1, sum([c.requests for c in self.buckets.values()])
-            if used > room:
+            room = tenant.rpm_limit - 1
+            if self.requests > room:
                 return Full("rpm_limit", _wait(now, {b: c.requests for b, c in self.buckets.items()}, room))
         if tenant.tpm_limit is not None:
-            room, used = tenant.tpm_limit - max(tokens, 1), sum([c.tokens for c in self.buckets.values()])
-            if used > room:
+            room = tenant.tpm_limit - max(tokens, 1)
+            if self.tokens > room:
                 return Full("tpm_limit", _wait(now, {b: c.tokens for b, c in self.buckets.items()}, room))
         return None
 
@@ -136,7 +143,9 @@ class Window:
         self.running -= 1
         counts = self.buckets.get(taken.bucket)
         if counts is not None:
+            self.tokens -= counts.tokens
             counts.tokens = max(counts.tokens + tokens, 0)
+            self.tokens += counts.tokens
         if taken.period == self.period:
             self.spent = max(self.spent + cost, 0.0)
 
@@ -146,6 +155,7 @@ class Window:
         counts = self.buckets.get(taken.bucket)
         if counts is not None:
             counts.requests -= 1
+            self.requests -= 1
 
 
 def _wait(now: float, counts: dict[int, int], room: int) -> float:

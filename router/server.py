@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 import structlog
@@ -42,7 +42,7 @@ class Hot(Protocol):
     def max_body(self) -> int:
         """Bytes; a longer body is left to the application behind ASGI."""
 
-    async def answer_hot(self, exchange: Exchange) -> None:
+    def answer_hot(self, exchange: Exchange) -> Awaitable[None]:
         """Answer one request, whole or in pieces."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from policies.facts import Decision, Facts
@@ -12,8 +12,8 @@ from router.bills import Tariff, reserved
 from router.call import Call
 from router.course import Course
 from router.errors import TooManyRequests, Unaffordable
-from router.features import output_limit
 from router.limits import Grant, Limits
+from router.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Till:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """By deployment id."""
 
-    async def admit(self, call: Call, facts: Facts, decision: Decision) -> Grant:
+    def admit(self, call: Call, facts: Facts, decision: Decision) -> Awaitable[Grant]:
         """Reserve a request and what its first choice is expected to cost: calls sent together do not all pass.
 
         Where that exceeds the budget and another survivor does not, that one's cost is reserved. Raises
@@ -33,15 +33,17 @@ class Till:
         """
         tokens = reserved_tokens(call, facts)
         if call.tenant.max_budget is None or not decision.ranked:
-            return await self.limits.admit(call.tenant, tokens)
-        costs = [self.cost(call, facts, id) for id in decision.ranked]
+            return self.limits.admit(call.tenant, tokens)
+        return self._admit_cost(call.tenant, tokens, [self.cost(call, facts, id) for id in decision.ranked])
+
+    async def _admit_cost(self, tenant: Tenant, tokens: int, costs: list[float]) -> Grant:
         least = min(costs)
         try:
-            return await self.limits.admit(call.tenant, tokens, costs[0])
+            return await self.limits.admit(tenant, tokens, costs[0])
         except TooManyRequests as full:
             if full.headers.get("x-twolane-limit") != "max_budget" or least >= costs[0]:
                 raise
-        return await self.limits.admit(call.tenant, tokens, least)
+        return await self.limits.admit(tenant, tokens, least)
 
     def cost(self, call: Call, facts: Facts, deployment: str) -> float:
         """USD to reserve for an answer of this deployment."""
@@ -89,5 +91,6 @@ class Till:
 
 def reserved_tokens(call: Call, facts: Facts) -> int:
     """Tokens a call is charged before it runs: what it asks, and what it allows in answers if it says so."""
-    limit = output_limit(call)
-    return facts.prompt_tokens if not limit else facts.prompt_tokens + limit * answers(call)
+    if facts.open_ended or not facts.output_tokens:
+        return facts.prompt_tokens
+    return facts.prompt_tokens + facts.output_tokens * answers(call)

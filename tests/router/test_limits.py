@@ -466,6 +466,8 @@ def test_lua_is_the_local_rule(
                 window.correct(taken, amount - tokens, cost - reserved)
                 spent = cost - reserved if budget is not None else 0.0
                 await shared.settle("law", id, taken, amount - tokens, spent, 1000.0)
+            counts = window.buckets.values()
+            assert (window.requests, window.tokens) == (sum(c.requests for c in counts), sum(c.tokens for c in counts))
         await limits.close()
 
     asyncio.run(compare())
