@@ -29,12 +29,12 @@ from router.http import (
     Send,
     as_value,
     bearer,
-    encoded,
     first_of_each,
     head_lines,
     header,
     read_all,
     refuse,
+    text_lines,
 )
 from router.server import Exchange
 from router.telemetry import Event, Outcome
@@ -332,7 +332,7 @@ def answer_lines(course: Course, reply: Reply) -> bytes:
         # A stream's cost is known after its headers have left; it is in the decision, the metrics and the record.
         lines += b"x-litellm-response-cost: %.10g\r\n" % course.cost
     # The upstream's headers are of its own kinds (`openai_http`): none has a name of ours.
-    return lines + head_lines(encoded(reply.headers)) if reply.headers else lines
+    return lines + text_lines(reply.headers) if reply.headers else lines
 
 
 _LINES = (

@@ -78,10 +78,10 @@ def encoded(headers: Mapping[str, str]) -> list[Header]:
 
 
 def as_value(text: str) -> bytes:
-    """A header's value: what does not fit is written as escapes, and no line end gets through."""
+    """A header's value: what does not fit is written as escapes, and no line end nor NUL gets through."""
     if text.isascii() and text.isprintable():
         return text.encode()
-    return text.encode("ascii", "backslashreplace").replace(b"\n", b" ").replace(b"\r", b" ")
+    return text.encode("ascii", "backslashreplace").replace(b"\n", b" ").replace(b"\r", b" ").replace(b"\0", b" ")
 
 
 def head_lines(headers: Iterable[Header]) -> bytes:
@@ -91,6 +91,14 @@ def head_lines(headers: Iterable[Header]) -> bytes:
     if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines) or b"\0" in block:
         raise ValueError("a header holds a line end")
     return block
+
+
+def text_lines(headers: Mapping[str, str]) -> bytes:
+    """The same of text: what does not fit is written as escapes."""
+    said = "".join([*headers, *headers.values()])
+    if said.isascii() and said.isprintable():  # nearly always, and then no line end is in it
+        return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
+    return head_lines(encoded(headers))
 
 
 class Caller(Protocol):

@@ -193,12 +193,14 @@ class Answer:
         if self._size > HIGH and self._paused is None:
             transport.pause_reading()
             self._paused = transport
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def end(self) -> None:
         self.whole = True
         self._resume()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -216,7 +218,8 @@ class Answer:
 
     def _take(self) -> bytes:
         parts, self._parts, self._size = self._parts, [], 0
-        self._resume()
+        if self._paused is not None:
+            self._resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _resume(self) -> None:
@@ -290,7 +293,8 @@ class Connection(asyncio.Protocol):
             # A piece that ends before its read does is the last of its chunk.
             parts = self._parts
             self._between = bool(parts) and parts[-1].endswith(b"\n\n") and data.endswith(b"\n\n\r\n")
-            self._hand_on()
+            if parts:
+                self._hand_on()
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._hand_on()
             if self._answer is not None:
