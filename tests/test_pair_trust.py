@@ -15,7 +15,7 @@ from router.cli import main
 from tests.running import Router, serving
 from tests.tiny import make_model
 from tests.workers.test_publishing import held, report_for
-from workers import pairs
+from workers import pairs, sealing
 from workers.config import ModelConfig
 from workers.loader import Loader
 from workers.pair_file import publish
@@ -113,3 +113,37 @@ def test_what_the_worker_holds_says_who_signed(router: Router) -> None:
     found = {one["name"]: (one["verdict"], bool(one["signer"])) for one in worker["pairs"]}
     signed, unsigned = ("verified", True), ("verified", False)
     assert found == {"ours": signed, "theirs": signed, "nobodys": unsigned, "forged": ("unproven", False)}
+
+
+def test_whom_a_tenant_trusts_is_changed_while_the_router_runs(router: Router) -> None:
+    """A key is taken from one tenant's list and another put there: from the reload on it is the other's pair that
+    answers, and for a tenant without a list nothing changes. What is replaced in a folder counts once its worker
+    starts again, and does not change whom it is signed by.
+    """
+
+    def answers(tenant: str) -> list[str]:
+        asked = {name: router.request("POST", "/v1/chat/completions", {"model": name, **ASK}, tenant) for name in PAIRS}
+        return [
+            name
+            for name, (status, headers, _) in asked.items()
+            if (status, headers.get("x-twolane-transport")) == (200, "cache")
+        ]
+
+    file = router.log.parent / "config.yaml"
+    before = file.read_text()
+    keys = {
+        name: sealing.read_key(router.log.parent / f"{name}.key").public_key().public_bytes_raw().hex()
+        for name in ("ours", "theirs")
+    }
+    everyone = ["ours", "theirs", "nobodys"]
+    assert (answers("sk-careful"), answers("sk-easy")) == (["ours"], everyone)
+    report = next((router.log.parent / "theirs" / "twin").glob("*/report.json"))
+    report.write_text(report.read_text().replace('"verdict": "verified"', '"verdict": "harmful"'))
+    try:
+        for trusted, served in ((keys["theirs"], ["theirs"]), ("0" * 64, []), (keys["ours"], ["ours"])):
+            file.write_text(before.replace(keys["ours"], trusted))
+            status, _, told = router.request("POST", "/admin/reload", {}, "sk-master")
+            assert status == 200, told
+            assert (answers("sk-careful"), answers("sk-easy")) == (served, everyone)
+    finally:
+        file.write_text(before)

@@ -26,6 +26,7 @@ from workers.pairs import FORMAT, Compared, Interval, Report, is_sharer
 from workers.protocol import PairState
 from workers.runtime import Alone, Runtime
 from workers.verify import Evidence, derange, is_right, judge, numerics, paired, wilson
+from workers.verifying import Heard, Said
 
 CONTROLS = ("shuffled", "zero")
 _SLICED = ("receiver", "cache", "shuffled")
@@ -84,21 +85,22 @@ def measure_pair(
     relay: bool = True,
     others: Others = Others(),
     tell: Tell | None = None,
+    heard: Heard | None = None,
 ) -> Measured:
-    """Ask every item by every route. An item that the pair cannot serve is left out. Raises LoadFailed where none is
-    left, or a control has nothing to shuffle with.
+    """Ask every item by every route, but for what was `heard` before. An item that the pair cannot serve is left out.
+    Raises LoadFailed where none is left, or a control has nothing to shuffle with.
     """
     runtime, measured = held.runtime, Measured()
     _sort(runtime, items, measured)
     routes = _routes(runtime, others)
     sharers = [routes[name] for name in routes if is_sharer(name)]
     swapped = [] if isinstance(runtime, Alone) else _others(measured.items)
-    total = len(measured.items) + len(measured.guarded)
     without = held.state.mode == "handover" and all(item.before for item in measured.items)
     for route in routes.values():
         # The first forward of a process is slow, and would count against whoever comes first.
         asker.ask(route, measured.items[0])
-    for number, item in enumerate(measured.items):
+
+    def ask(number: int, item: Item) -> Said:
         said = {name: asker.ask(route, item) for name, route in routes.items()}
         if swapped:
             other = [dict(m) for m in measured.items[swapped[number]].chat]
@@ -107,15 +109,23 @@ def measure_pair(
             said["relay"] = asker.relay(sharers, routes["receiver"], item)
         if without:
             said["no_context"] = asker.ask(routes["receiver"], item, [dict(m) for m in item.last_only])
+        return said
+
+    def ask_guarded(_: int, item: Item) -> Said:
+        return {name: asker.ask(routes[name], item) for name in ("receiver", "cache")}
+
+    todo = [(ask, measured.answers, item) for item in measured.items]
+    todo += [(ask_guarded, measured.safety, item) for item in measured.guarded]
+    for number, (asking, into, item) in enumerate(todo):
+        said = heard.known.get(number) if heard is not None else None
+        if said is None:
+            said = asking(number, item)
+            if heard is not None:
+                heard.add(number, said)
         for name, answer in said.items():
-            measured.answers.setdefault(name, []).append(answer)
+            into.setdefault(name, []).append(answer)
         if tell is not None:
-            tell(number + 1, total)
-    for number, item in enumerate(measured.guarded):
-        for name in ("receiver", "cache"):
-            measured.safety.setdefault(name, []).append(asker.ask(routes[name], item))
-        if tell is not None:
-            tell(len(measured.items) + number + 1, total)
+            tell(number + 1, len(todo))
     return measured
 
 

@@ -14,7 +14,7 @@ import click
 import msgspec
 from transformers.utils import logging as quiet
 
-from workers import pairs
+from workers import pairs, verifying
 from workers.asking import Asker
 from workers.config import Fleet, ModelConfig, PairConfig
 from workers.controls import adapter
@@ -31,6 +31,8 @@ from workers.prove import Others, measure_pair, report_of
 from workers.public_data import SOURCES, load_public, named
 from workers.report_text import for_people, told
 from workers.runtime import Alone, Runtime
+from workers.verify import numerics
+from workers.verifying import Heard, hearing
 
 _CHUNK = 512
 
@@ -80,9 +82,13 @@ def verify_command(folder: Path, data: str, **options: Any) -> None:
     except WorkerError as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("twolane: stopped; the same command goes on where it was", err=True)
+        sys.exit(130)
     click.echo(msgspec.json.encode(report).decode() if options["as_json"] else told(report))
     try:
         _write(options["out"] or folder, report, as_png=options["as_png"])
+        verifying.sweep(options["out"] or folder)
     except LoadFailed as error:
         click.echo(f"twolane: {error}", err=True)
         sys.exit(1)
@@ -153,8 +159,12 @@ def _verify(folder: Path, found: Chosen, options: dict[str, Any]) -> Report:
         engine.start()
         stack.callback(engine.close)
         asker = Asker(engine, most=options["max_tokens"], hint=options["hint_tokens"])
+        heard = stack.enter_context(hearing(options["out"] or folder, _asked(held, found, others, options)))
+        if heard.earlier:
+            click.echo(f"twolane: {heard.earlier} items were asked before this was stopped", err=True)
         tell = stack.enter_context(_bar(options["as_json"]))
-        measured = measure_pair(held, found.items, asker, relay=not options["no_relay"], others=others, tell=tell)
+        relay = not options["no_relay"]
+        measured = measure_pair(held, found.items, asker, relay=relay, others=others, tell=tell, heard=heard)
     return report_of(
         held,
         measured,
@@ -162,8 +172,28 @@ def _verify(folder: Path, found: Chosen, options: dict[str, Any]) -> Report:
         seeds=found.seeds,
         others=others,
         min_gain=options["min_gain"],
-        notes=(*found.notes, *_baseline_note(options["baseline"], others)),
+        notes=(*found.notes, *_baseline_note(options["baseline"], others), *_stopped_note(heard)),
     )
+
+
+def _asked(held: HeldPair, found: Chosen, others: Others, options: dict[str, Any]) -> dict[str, object]:
+    """All that answers follow from."""
+    baseline = others.baseline.decoder.identity if others.baseline is not None else None
+    adapter = digest_of_items(read_items(options["train_data"])) if options["control"] else None
+    return {
+        "fingerprint": held.state.fingerprint,
+        "numerics": numerics(held.runtime.decoder),
+        "data": digest_of_items(found.items),
+        "options": [options["max_tokens"], options["hint_tokens"], options["no_relay"]],
+        "baseline": baseline,
+        "adapter": adapter,
+    }
+
+
+def _stopped_note(heard: Heard) -> tuple[str, ...]:
+    if not heard.earlier:
+        return ()
+    return (f"{heard.earlier} of the items were asked in an earlier run, which was stopped; times are of both.",)
 
 
 def _baseline_note(name: str | None, others: Others) -> tuple[str, ...]:
