@@ -175,7 +175,8 @@ def read_usage(raw: msgspec.Raw | bytes, into: Usage) -> None:
     into.known, into.unreadable = True, False
     count_kinds(details, view.completion_tokens_details or view.output_tokens_details, into)
     if view.cache_creation_input_tokens and not (into.counted and "stored" in into.counted):
-        count_stored(into, view.cache_creation_input_tokens, details and details.cache_creation_token_details)
+        kept = None if details is None else details.cache_creation_token_details
+        count_stored(into, view.cache_creation_input_tokens, kept)
     if view.citation_tokens:
         count(into, "cited", view.citation_tokens)
     tools = view.server_tool_use
