@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from router.features import needs, output_limit, prompt_tokens, turns_before_que
 from router.health import Health
 from router.tenants import Tenant
 from router.wire import read_body
+from tests.router.gateway import KEY, deployment, router, upstream
 
 
 def call(path: str = "/chat/completions", tenant: str = "a", session: str | None = None, **body: object) -> Call:
@@ -100,6 +103,39 @@ def test_sizes() -> None:
     assert output_limit(call(max_tokens=None)) is None
     with pytest.raises(BadRequest):
         output_limit(call(max_tokens="many"))
+
+
+DATA = "QUJD/+9a" * 125_000
+PICTURE = f"data:image/png;base64,{DATA}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "least", "most"),
+    [
+        ([{"type": "image_url", "image_url": {"url": PICTURE}}], 1000, 2000),
+        ([{"type": "image_url", "image_url": {"url": PICTURE}}] * 3, 3000, 6000),
+        ([{"type": "input_image", "image_url": PICTURE.replace("/", "\\/")}], 1000, 2000),
+        ([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}], 1000, 5000),
+        ([{"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}], 1000, 5000),
+        ([{"type": "file", "file": {"file_data": f"data:application/pdf;base64,{DATA}"}}], 1000, 5000),
+        ([{"type": "text", "text": f"what is ;base64, {'of words ' * 100_000}"}], 200_000, 250_000),
+        ([{"type": "text", "text": 'a \\" b ;base64,' * 50_000}], 150_000, 300_000),
+    ],
+)
+def test_what_is_embedded_is_not_counted_as_text(parts: list[dict[str, object]], least: int, most: int) -> None:
+    """A picture, sound or file within the body counts as what it costs to be read, not by its letters."""
+    assert least < prompt_tokens(call(messages=says(parts))) < most
+
+
+async def test_a_picture_fits_a_limit_of_tokens(tmp_path: Path) -> None:
+    """A tenant with a limit of tokens and a small budget may send a photograph."""
+    tenant = {"name": "a", "key": KEY, "tpm_limit": 5000, "max_budget": 0.01}
+    async with upstream() as up:
+        config = {"model_list": [deployment("m", up, input_cost_per_token=1e-6)], "tenants": [tenant]}
+        async with router(tmp_path, config) as door:
+            content = [{"type": "image_url", "image_url": {"url": PICTURE}}]
+            got = await door.post(model="m", messages=[{"role": "user", "content": content}])
+    assert got.status == 200
 
 
 @pytest.mark.parametrize(
