@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import signal
 import threading
@@ -17,6 +16,7 @@ import structlog
 import uvicorn
 from starlette.applications import Starlette
 
+from router import memory
 from router import settings as config
 from router.admins import Admins
 from router.advice import nowhere
@@ -57,8 +57,6 @@ from router.worker_metrics import watch_workers
 
 log = structlog.get_logger("twolane.router")
 
-_M_ARENA_MAX = -8
-"""`mallopt`'s parameter, from glibc's malloc.h."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the configuration's file and the tenants'."""
 
@@ -237,7 +235,7 @@ class App:
             await parts.shadow.start()
             stack.push_async_callback(parts.shadow.close)
             sweep = sweep_for_ever(parts.audit.root, parts.tenants)
-            for work in (self._look(), sweep, parts.lane.run()):
+            for work in (self._look(), sweep, memory.give_back_for_ever(), parts.lane.run()):
                 stack.push_async_callback(_ended, asyncio.create_task(work))
             self._on_sighup()
             if gc.isenabled():  # the command starts without the collector, and leaves next to nothing for it
@@ -392,16 +390,6 @@ def _name(settings: Settings) -> None:
         log.warning("leads_nowhere", finding=note)
 
 
-def _spare_memory() -> None:
-    """What a request leaves behind is counted, not traced: look for cycles less often, yet before they add up.
-
-    The audit's thread and its like allocate little; an arena of malloc's for each would only be held on to.
-    """
-    gc.set_threshold(2000, 20, 20)
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
 def serve(settings: Settings, path: Path | str, among: str | None = None) -> None:
     """Run the router until a signal ends it; `among` others, as this `Member`. Raises SystemExit(1) where it cannot."""
     path = Path(path)
@@ -418,7 +406,7 @@ def serve(settings: Settings, path: Path | str, among: str | None = None) -> Non
         remote = None if settings.redis.url == "embedded" else settings.redis.url
         fleet = _fleet(settings, path, remote) if settings.workers or remote else KnownFleet()
     app = create_app(settings, path, fleet=fleet, redis_url=remote, member=member)
-    _spare_memory()
+    memory.spare()
     server = uvicorn.Server(
         uvicorn.Config(
             app,

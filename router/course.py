@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from typing import Any
 
 import msgspec
@@ -245,26 +246,48 @@ _past = msgspec.json.Decoder(Past)
 
 
 class Decisions:
-    """Past decisions, encoded, so that thousands cost neither the collector nor much memory. The oldest leave."""
+    """Past decisions, encoded, in one ring of bytes: thousands cost neither the collector nor holes in the heap. The
+    oldest leave.
+    """
 
     def __init__(self, most: int = 10_000, most_bytes: int = 4 * 2**20) -> None:
         self.before: Callable[[], None] | None = None
         """Called before one is looked for: puts down those of requests that have just ended."""
         self._most = most
-        self._most_bytes = most_bytes
-        self._bytes = 0
+        self._size = most_bytes
+        self._ring = mmap(-1, most_bytes)  # takes memory as it fills, not before
+        self._at = 0
+        """Where the next is put: what follows is the oldest."""
         # Where the oldest leave one by one, a plain dict looks for the next among all that have left.
-        self._kept: OrderedDict[str, tuple[str, bytes, tuple[str, ...]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, int, int, tuple[str, ...]]] = OrderedDict()
+        """Tenant, place in the ring and rules; the oldest first."""
 
     def keep(self, tenant: str, past: Past | Kept, rules: tuple[str, ...]) -> None:
-        """Remember a decision that was made by these rules."""
-        # What msgspec makes has half as much room again at its end; a copy has none.
-        body = bytes(memoryview(msgspec.json.encode(past)))
+        """Remember a decision that was made by these rules; one that is larger than all there is room for is not."""
+        body = msgspec.json.encode(past)
+        at, end = self._at, self._at + len(body)
+        if end > self._size:
+            self._forget(at, self._size)
+            at, end = 0, len(body)
+            if end > self._size:
+                return
+        self._forget(at, end)
+        self._ring[at:end] = body
+        self._at = end
         kept = self._kept
-        kept[past.id] = (tenant, body, rules)
-        self._bytes += len(body)
-        while self._bytes > self._most_bytes or len(kept) > self._most:
-            self._bytes -= len(kept.popitem(last=False)[1][1])
+        kept.pop(past.id, None)  # told again, it is the youngest
+        kept[past.id] = (tenant, at, end, rules)
+        if len(kept) > self._most:
+            kept.popitem(last=False)
+
+    def _forget(self, at: int, end: int) -> None:
+        """The oldest, as far as they begin within these bytes."""
+        kept = self._kept
+        while kept:
+            oldest = next(iter(kept))
+            if not at <= kept[oldest][1] < end:
+                return
+            del kept[oldest]
 
     def find(self, id: str, tenant: str) -> bytes | None:
         """The decision as JSON; None where there is none of that id that is this tenant's own."""
@@ -273,4 +296,5 @@ class Decisions:
         found = self._kept.get(id)
         if found is None or found[0] != tenant:
             return None
-        return msgspec.json.encode(_past.decode(found[1]).view(found[2]))
+        _, at, end, rules = found
+        return msgspec.json.encode(_past.decode(self._ring[at:end]).view(rules))

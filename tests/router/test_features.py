@@ -189,6 +189,24 @@ def test_decisions_are_bounded() -> None:
     assert [kept.find(id, "a") is not None for id in ("d3", "d4", "big")] == [False, False, True]
 
 
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), max_size=60))
+def test_kept_decisions_are_the_youngest_and_whole(told: list[tuple[int, int]]) -> None:
+    """Of whatever sizes, told again or not: what is found is what was said last, and nothing older than what is not."""
+    kept, last = Decisions(most=9, most_bytes=2000), dict[str, int]()
+    decision = DecisionRecord("m", (), "no_deployments", [], False, ())
+    for number, size in told:
+        id = f"d{number}"
+        last.pop(id, None)
+        last[id] = size
+        kept.keep("a", Past(id, "m" * size, "", [(None, decision)]), ())
+        found = [kept.find(id, "a") for id in last]
+        there = [body is not None for body in found]
+        assert there == sorted(there)
+        assert there[-1]
+        for body, size in zip(found, last.values(), strict=True):
+            assert body is None or msgspec.json.decode(body)["model"] == "m" * size
+
+
 def _health(members: int, now: list[float]) -> tuple[Health, str]:
     entries = [
         Deployment.model_validate({"model_name": "m", "litellm_params": {"model": f"openai/{i}"}})
