@@ -24,6 +24,7 @@ from router.wildcards import STAR
 from router.wire import error_frame, read_body, read_flag, read_text
 
 FAMILIES = ("files", "batches", "audio", "images", "messages")
+_MESSAGES = re.compile(rb"(?:/v1)?/messages(?:/|\Z)")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD")
 BELOW = ("responses",)
 """Families of which only what lies below is passed through: stored responses."""
@@ -69,12 +70,12 @@ class Passthrough:
             call = await self._read(id, tenant, scope, receive, started)
         except RouterError as error:
             self._endpoint.refused(id, tenant, error, started)
-            await refuse(AsgiCaller(receive, send), error, {"x-twolane-decision": id})
+            await refuse(_caller(scope)(receive, send), error, {"x-twolane-decision": id})
             return
         except Gone:
             return
         upload = None if call.raw is None else call.raw.upload
-        with AsgiCaller(receive if upload is None else upload.after, send) as caller:
+        with _caller(scope)(receive if upload is None else upload.after, send) as caller:
             await self._endpoint.answer(call, caller, RawStreaming)
 
     def _who(self, scope: Scope) -> Tenant:
@@ -156,6 +157,21 @@ class Passthrough:
         )
 
 
+class MessagesCaller(AsgiCaller):
+    """Who asked `/messages`: Anthropic's clients look for a type beside the error, others for the error alone."""
+
+    async def whole(self, status: int, lines: bytes, body: bytes) -> None:
+        await super().whole(status, lines, _marked(body) if status >= 400 else body)
+
+
+def _caller(scope: Scope) -> type[AsgiCaller]:
+    return MessagesCaller if _MESSAGES.match(scope["raw_path"]) else AsgiCaller
+
+
+def _marked(body: bytes) -> bytes:
+    return body.replace(b'{"error":', b'{"type":"error","error":', 1)
+
+
 def _target(scope: Scope) -> tuple[str, str | None]:
     """Path and query for the upstream, and the group that the query names. Raises BadRequest for a path that plays."""
     found = _PATH.match(scope["raw_path"])
@@ -208,7 +224,8 @@ class RawStreaming(Streaming):
         if self._reply.error is None or not self._events:
             return b""
         failure = RouterError("The answer broke off.", type="upstream_error", code=self._reply.error)
-        return b"event: error\n" + error_frame(failure)
+        last = error_frame(failure)
+        return b"event: error\n" + (_marked(last) if isinstance(self._caller, MessagesCaller) else last)
 
     async def _end(self, outcome: Outcome, last: bytes) -> None:
         if self._reply.error is None or self._events:

@@ -463,7 +463,8 @@ async def test_an_upstream_that_hangs_up_amid_events(one: Router, up: Up) -> Non
     assert status == 200
     last = body.strip().split(b"\n\n")[-1]
     assert last.startswith(b"event: error\ndata: ")
-    assert json.loads(last.split(b"data: ")[1])["error"]["code"] == "upstream_unavailable"
+    said = json.loads(last.split(b"data: ")[1])
+    assert (said["type"], said["error"]["code"]) == ("error", "upstream_unavailable")
     await ended(one, "cut")
 
 
@@ -692,3 +693,22 @@ async def test_a_stored_response_is_asked_for_where_it_lies(stream: bool, tmp_pa
         "/v1/responses/resp_4",
         "/v1/responses/other",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "status"),
+    [("sk-no", {"model": "m"}, 401), (KEY, {"model": "nobody"}, 404), (KEY, {"model": "m"}, 429)],
+)
+async def test_anthropics_clients_can_read_errors(
+    key: str, body: dict[str, Any], status: int, one: Router, up: Up
+) -> None:
+    """What goes wrong at `/messages`, whoever says so, is an error in Anthropic's shape and in OpenAI's."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"type": "error", "error": {"type": "rate_limit_error", "message": "no"}}, status=429)
+
+    up.answer = answer
+    async with one.session.post("/v1/messages", json=body, headers={"x-api-key": key}) as got:
+        said = await got.json()
+        assert (got.status, said["type"]) == (status, "error")
+        assert set(said["error"]) == {"message", "type", "param", "code"}
