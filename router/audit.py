@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -179,9 +179,10 @@ class Audit:
         else:
             self._put(entry, call.tenant.name, None, asker=call.tenant)
 
-    def note(self, call: Call, decision: Decision | None, outcome: Outcome, at: float) -> None:
-        """As `outcome`, of a call that nobody waits for: it ended at `at` (Unix seconds)."""
-        self._put(self._ended(call, decision, outcome, at), call.tenant.name, None, asker=call.tenant)
+    def note(self, ended: Iterable[tuple[Call, Decision | None, Outcome, float]]) -> None:
+        """As `outcome`, of calls that nobody waits for: each with its end in Unix seconds."""
+        for call, entry in [(one[0], self._ended(*one)) for one in ended]:
+            self._put(entry, call.tenant.name, None, asker=call.tenant)
 
     def _ended(self, call: Call, decision: Decision | None, outcome: Outcome, at: float) -> Entry:
         begun = call.id in self._begun

@@ -71,7 +71,7 @@ async def test_a_call_that_cannot_be_closed_takes_no_other_along(logs: Any) -> N
     ]
 
 
-@pytest.mark.parametrize(("ended", "taught"), [(1, 1), (4, 4), (5, 3), (32, 4)])
+@pytest.mark.parametrize(("ended", "taught"), [(1, 1), (4, 4), (5, 3), (64, 4)])
 async def test_a_few_of_many_answers_teach(ended: int, taught: int, logs: Any) -> None:
     """An estimate learns from every answer that ends alone, and from a few, spread evenly, of many that end at once."""
     configure_logging("error", format="json", stream=logs)
