@@ -331,6 +331,45 @@ async def test_tls_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(script.requests) == 2
 
 
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_chunks_can_pass_the_parser_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    """Reads that begin with a chunk are offered as they are; what is not taken is parsed, and the answer ends well."""
+    chunks = [b"9\r\nevent %d\n\n\r\n" % at for at in range(6)]
+
+    async def act(script: Script, writer: asyncio.StreamWriter) -> None:
+        for piece in (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    parsed, passed = list[bytes](), list[bytes]()
+
+    def sink(body: bytes) -> bool:
+        parsed.append(body)
+        return True
+
+    def through(read: bytes) -> bool:
+        if len(passed) < 3 and read in chunks:
+            passed.append(read)
+            return True
+        return False
+
+    context = _certificate(tmp_path) if tls else None
+    if tls:
+        monkeypatch.setattr(http1, "_tls", lambda: ssl.create_default_context(cafile=str(tmp_path / "cert.pem")))
+    async with served(act, tls=context) as (script, base), client(base) as server:
+        for _ in range(2):
+            parsed.clear()
+            passed.clear()
+            answer = await ask(server, base)
+            await answer.head()
+            await answer.pour(sink, through)
+            assert (answer.at_end, len(passed)) == (True, 3)
+            assert b"".join(passed + parsed).count(b"event") == 6
+            assert b"".join(parsed) == b"".join(chunk[3:-2] for chunk in chunks if chunk not in passed)
+        assert script.connections == 1
+
+
 def test_addresses_and_logins() -> None:
     """Ports, IPv6 hosts, logins and paths of a base URL end where they belong."""
     assert Address.of("https://api.example.com/v1") == Address("api.example.com", 443, True)
