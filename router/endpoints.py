@@ -45,6 +45,8 @@ from router.wire import DONE, TOO_DEEP, error_frame, read_body, read_flag, read_
 log = structlog.get_logger("twolane.router")
 
 PATHS = ("/chat/completions", "/completions", "/embeddings", "/responses")
+LONGEST_NAME = 1024
+"""Characters of a name that logs and records tell."""
 NO_KEY = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
 """The one sentence of every 401; it teaches nothing about keys."""
 
@@ -271,7 +273,9 @@ def made_call(
     include_usage: bool = False,
     raw: Raw | None = None,
 ) -> Call:
-    """With what the headers say. Raises BadRequest naming the header."""
+    """With what the headers say. Raises BadRequest naming the header, or the model that is too long to be one."""
+    if len(model) > LONGEST_NAME:
+        raise too_long("model")
     call = Call(id, tenant, path, model, fields, stream, include_usage, started, raw=raw)
     if not _READ.isdisjoint(headers):
         call.hint = _hint(header(headers, b"x-twolane-transport"))
@@ -287,10 +291,19 @@ def made_call(
 
 
 def read_subject(where: str, fields: dict[str, msgspec.Raw], headers: Mapping[bytes, bytes]) -> str | None:
-    """The person a request is about; None where it names none. Raises BadRequest where the field is no text."""
+    """The person a request is about; None where it names none. Raises BadRequest for what is no text, or too long."""
     if where.startswith("header:"):
-        return header(headers, where.removeprefix("header:").lower().encode())
-    return read_text(fields, where) or None
+        name = header(headers, where.removeprefix("header:").lower().encode())
+    else:
+        name = read_text(fields, where) or None
+    if name is not None and len(name) > LONGEST_NAME:
+        raise too_long(where)
+    return name
+
+
+def too_long(param: str) -> BadRequest:
+    """A name that would fill logs and records."""
+    return BadRequest(f"{param!r} exceeds {LONGEST_NAME} characters.", param=param, code="name_too_long")
 
 
 def _hint(value: str | None) -> Hint:

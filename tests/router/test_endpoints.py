@@ -208,6 +208,26 @@ async def test_bad_values_are_named(
     assert up.seen == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_names_are_bounded(tmp_path: Path, up: Upstream, path: str) -> None:
+    """A model's or a person's name of a megabyte fills no log, no record and no answer."""
+    config = {
+        "model_list": [deployment("m", up)],
+        "tenants": [{"name": "a", "key": KEY, "audit": {"content": "none", "subject": "user"}}],
+    }
+    async with router(tmp_path, config) as door:
+        names = ("model", "user")
+        told = [await door.post(path, **{"model": "m", "messages": [], name: "x" * 10**6}) for name in names]
+        fits = await door.post(path, model="m", messages=[], user="x" * 1000)
+    assert [(t.status, t.error["code"], t.error["param"]) for t in told] == [
+        (400, "name_too_long", "model"),
+        (400, "name_too_long", "user"),
+    ]
+    assert fits.status == 200
+    kept = await asyncio.to_thread(lambda: [f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()])
+    assert sum(kept) < 10**5
+
+
 async def test_unknown_model_is_a_404(door: Router) -> None:
     """An unknown model is named in a 404."""
     got = await door.post(model="nope")
