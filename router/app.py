@@ -215,6 +215,7 @@ class App:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         parts = self.parts
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(parts.books.flush)  # of calls that were cut off while all else closed
             if parts.traces is not None:
                 stack.push_async_callback(parts.traces.close)
             stack.push_async_callback(parts.pools.close)
