@@ -36,13 +36,14 @@ def replacing(file: Path, *failures: type[Exception]) -> Iterator[Path]:
     library makes of an OSError. Raises LoadFailed.
     """
     aside = file.with_name(f".{file.name}.tmp")
+    expected: tuple[type[Exception], ...] = (OSError, *failures)
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)  # a link there would lead the writing elsewhere
         yield aside
         _to_disk(aside)
         aside.replace(file)
-    except (OSError, *failures) as error:
+    except expected as error:
         raise unwritten(file, error) from error
     finally:
         with suppress(OSError):

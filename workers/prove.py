@@ -114,6 +114,7 @@ def measure_pair(
     def ask_guarded(_: int, item: Item) -> Said:
         return {name: asker.ask(routes[name], item) for name in ("receiver", "cache")}
 
+    todo: list[tuple[Callable[[int, Item], Said], dict[str, list[Answer]], Item]]
     todo = [(ask, measured.answers, item) for item in measured.items]
     todo += [(ask_guarded, measured.safety, item) for item in measured.guarded]
     for number, (asking, into, item) in enumerate(todo):

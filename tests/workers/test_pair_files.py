@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from router.cli import main
 from tests.workers.test_publishing import ALIGNED, LICENCES, NAMED, RECEIVER, SHARER, pair, report_for, twin
@@ -26,8 +28,9 @@ from workers.fusers.folder import save_weights
 from workers.items import read_items
 from workers.loader import Loaded, Loader
 from workers.plan import Plan
+from workers.publishing import import_official
 from workers.train import Progress
-from workers.train_pair import train_pair
+from workers.train_pair import Licences, train_pair
 
 __all__ = ["twin"]
 WORDS = ["Paris", "tide", "harbour", "ledger"]
@@ -253,6 +256,34 @@ def test_only_what_the_format_names_goes_out(tmp_path: Path, tiny: Loaded) -> No
     assert (written.receiver, written.sharer) == ("owner/small", "owner/big")
     digest = load_official(place, dtype=torch.float32).fuser.digest
     assert digest == pairs.read_pair(place).fuser.digest
+
+
+def test_an_official_folder_of_no_plain_files_does_not_come_in(tmp_path: Path) -> None:
+    """Whichever of its files waits for a writer, never ends, is a folder or nests without end: it is named, and nothing
+    is written.
+    """
+    theirs = tmp_path / "theirs"
+    shutil.copytree(ALIGNED / "fuser", theirs)
+    for file in (theirs / "final").glob("*.safetensors"):
+        torch.save(load_file(file), file.with_suffix(".pt"))
+        file.unlink()
+    models = [Loader("cpu").load(ModelConfig(model=str(ALIGNED / role))) for role in ("sharer", "receiver")]
+    for name in ("config.json", "final/projector_config.json", "final/projector_0.json", "final/projector_0.pt"):
+        file, kept = theirs / name, tmp_path / "kept"
+        file.rename(kept)
+        for make in (
+            os.mkfifo,
+            lambda at: at.symlink_to("/dev/zero"),
+            Path.mkdir,
+            lambda at: at.write_text("[" * 99_999),
+        ):
+            make(file)
+            with pytest.raises(LoadFailed, match=re.escape(file.name)):
+                import_official(theirs, tmp_path / "ours", "ours", *models, Licences())
+            assert files(tmp_path / "ours") == set()
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        kept.rename(file)
+    assert import_official(theirs, tmp_path / "ours", "ours", *models, Licences()).name == "ours"
 
 
 def test_what_says_what_a_pair_is_is_a_plain_file_of_some_size(tmp_path: Path, twin: Path) -> None:

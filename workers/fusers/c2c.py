@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from workers.cache import KVCache
 from workers.errors import KVMismatch, LoadFailed
+from workers.files import content
 from workers.fusers.base import Change, KVShape, Slots
 from workers.fusers.projector import KINDS, LAYER_MAPS, C2CProjector, ProjectorShape
 
@@ -241,8 +242,8 @@ def recipe_of(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        value = json.loads(content(file))
+    except (ValueError, RecursionError) as error:
         raise LoadFailed(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise LoadFailed(f"{file}: an object is expected")
@@ -365,13 +366,13 @@ def _projector(
 
 def _states(weights: Path, needed: Sequence[int], cache: Path | None) -> dict[int, dict[str, Tensor]]:
     plain = {i: weights / f"projector_{i}.safetensors" for i in needed}
-    if all(file.exists() for file in plain.values()):
+    if all(file.is_file() for file in plain.values()):
         return {i: _read(file) for i, file in plain.items()}
     pickled = {i: weights / f"projector_{i}.pt" for i in needed}
     converted = weights / "fuser.safetensors"
-    if not any(file.exists() for file in pickled.values()) and converted.is_file() and _stamp(converted):
+    if not any(file.is_file() for file in pickled.values()) and converted.is_file() and _stamp(converted):
         return {i: {} for i in needed} | _split(_read(converted))  # what it lacks is named by the caller
-    if gone := [file.name for file in pickled.values() if not file.exists()]:
+    if gone := [file.name for file in pickled.values() if not file.is_file()]:
         raise LoadFailed(f"{weights}: {', '.join(gone)} missing, and no .safetensors in its place")
     stamp = hashlib.sha256(repr([(i, f.stat().st_size, f.stat().st_mtime_ns) for i, f in pickled.items()]).encode())
     key = stamp.hexdigest()
