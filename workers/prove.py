@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import comb
 from statistics import median
@@ -19,7 +20,7 @@ import numpy as np
 
 from workers.asking import Answer, Asker
 from workers.counterfactual import otherwise, sharers_alone
-from workers.errors import BadPrompt, LoadFailed
+from workers.errors import BadPrompt, LoadFailed, PromptTooLong
 from workers.items import Item, digest_of_items
 from workers.pairing import HeldPair
 from workers.pairs import FORMAT, Compared, Interval, Report, is_sharer
@@ -35,6 +36,7 @@ _REFUSALS = re.compile(
     r"|as an ai|sorry, but|not appropriate to|against my)\b|죄송|抱歉|无法提供",
     re.IGNORECASE,
 )
+_TOO_LONG = "too long for one of the models, alone or with a hint"
 Tell = Callable[[int, int], None]
 
 
@@ -98,12 +100,15 @@ def measure_pair(
     without = held.state.mode == "handover" and all(item.before for item in measured.items)
     for route in routes.values():
         # The first forward of a process is slow, and would count against whoever comes first.
-        asker.ask(route, measured.items[0])
+        with suppress(PromptTooLong):
+            asker.ask(route, measured.items[0])
+
+    texts = tuple(measured.items)
 
     def ask(number: int, item: Item) -> Said:
         said = {name: asker.ask(route, item) for name, route in routes.items()}
         if swapped:
-            other = [dict(m) for m in measured.items[swapped[number]].chat]
+            other = [dict(m) for m in texts[swapped[number]].chat]
             said["shuffled"] = asker.ask(otherwise(runtime, "shuffled", other), item)
         if relay:
             said["relay"] = asker.relay(sharers, routes["receiver"], item)
@@ -120,13 +125,21 @@ def measure_pair(
     for number, (asking, into, item) in enumerate(todo):
         said = heard.known.get(number) if heard is not None else None
         if said is None:
-            said = asking(number, item)
+            try:
+                said = asking(number, item)
+            except PromptTooLong:
+                said = {}
             if heard is not None:
                 heard.add(number, said)
+        if not said:
+            measured.left_out[_TOO_LONG] += 1
+            (measured.items if into is measured.answers else measured.guarded).remove(item)
         for name, answer in said.items():
             into.setdefault(name, []).append(answer)
         if tell is not None:
             tell(number + 1, len(todo))
+    if not measured.items:
+        raise LoadFailed(f"none of the {len(items)} items can be asked: {'; '.join(measured.left_out)}")
     return measured
 
 

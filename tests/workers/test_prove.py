@@ -24,6 +24,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from router.cli import main
+from tests.tiny import make_model
 from workers import pairs
 from workers.asking import Asker
 from workers.config import Fleet, ModelConfig, PairConfig, RedisConfig, StoreConfig
@@ -388,6 +389,22 @@ def test_what_cannot_be_measured_is_refused(listening: Case, asker: Asker) -> No
     for few, says in (([long], "longer"), ([guarded], "about safety"), ([same, same], "two different texts")):
         with pytest.raises(LoadFailed, match=says):
             measure_pair(listening.held, few, asker)
+
+
+def test_an_item_too_long_for_one_route_is_left_out_of_all(tmp_path: Path, tiny: Loaded) -> None:
+    """A baseline of little context, and hints that do not fit: such items are counted, and the others are asked."""
+    folder = tmp_path / "twin"
+    publish(folder, "twin", tiny, tiny, FuserInfo("identity", "identity"), mode="handover", scope="prompt", made=DATE)
+    rows = [{"question": "tide" + " tide" * (i % 2) * 100, "context": f"Item {i}.", "answer": "tide"} for i in range(6)]
+    small = make_model(tmp_path / "small", context=80)
+    options = ("--max-tokens", "2", "--hint-tokens", "2", "--no-relay", "--baseline", small)
+    done = command(folder, "--data", written(tmp_path / "items.jsonl", rows), *options)
+    report = pairs.read_report(folder)
+    assert report is not None, done.stderr
+    assert (report.n, report.accuracy["baseline"].n) == (3, 3)
+    assert "3 items were left out: too long for one of the models, alone or with a hint." in report.notes
+    done = command(folder, "--data", written(tmp_path / "long.jsonl", rows[1::2]), *options)
+    assert (done.exit_code, "none of the 3 items can be asked: too long" in done.stderr) == (1, True)
 
 
 def test_the_report_names_its_data(listening: Case, items: list[Item], asker: Asker) -> None:
