@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from policies.facts import DeploymentFacts, Estimate, Facts, PairFacts
 from policies.policy import Policy
@@ -106,18 +105,6 @@ def facts(draw: st.DrawFn) -> Facts:
         use_case=draw(maybe(st.sampled_from((*CASES, "gone")))),
         now=draw(st.sampled_from((0.0, NOON, NOON, NOON + 86400))),
     )
-
-
-@st.composite
-def ordinary(draw: st.DrawFn) -> Facts:
-    """Of a request that asks for nothing special, to a group with one deployment; one thing may differ from that."""
-    seen = draw(facts())
-    usual = DeploymentFacts("d0", "text", "http", estimate=Estimate(1, 2, 3, 4))
-    found = [d for d in seen.deployments if d.transport == "text"]
-    differs = draw(st.sampled_from(("", "", *sorted({*Facts.__struct_fields__} - {"model", "deployments"}))))
-    given = draw(st.sampled_from((usual, replace(usual, region="kr"), replace(usual, cooling=True), *found)))
-    plain = Facts(seen.model, (given,), 10, 10)
-    return replace(plain, **{differs: getattr(seen, differs)}) if differs else plain
 
 
 scopes = st.fixed_dictionaries(

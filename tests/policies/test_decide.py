@@ -108,12 +108,57 @@ def test_same_facts_same_decision(policy: Policy, seen: Facts) -> None:
     assert decide(policy, seen) == decide(policy, seen) == decide(again, seen)
 
 
-@given(strategies.policies, st.lists(strategies.facts() | strategies.ordinary(), min_size=2, max_size=12))
-@laws
-def test_nothing_remembered_changes_a_decision(policy: Policy, asked: list[Facts]) -> None:
+ALONE: tuple[dict[str, Any], ...] = (
+    {},
+    {"region": "kr"},
+    {"cooling": True},
+    {"available": False},
+    {"context": 5},
+    {"cannot": frozenset({"tools"})},
+    {"transport": "cache", "kind": "cache", "pair": PAIR},
+    {"id": "other"},
+    {"estimate": None},
+)
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"hint": "cache"},
+    {"needs": frozenset({"tools"})},
+    {"pinned": "x"},
+    {"stopped": frozenset({"cache"})},
+    {"budget_hint_ms": 1.0},
+    {"last": "t"},
+    {"has_context": False},
+    {"model": "team/small"},
+    {"model": "x"},
+    {"model": "x", "asked": "team/small"},
+    {"labels": {"data": "personal"}, "use_case": "letters"},
+    {"draw": 0.7, "strategy": "least-busy"},
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"models": ["assistant"]},
+        {"models": ["team/*"]},
+        {"regions": ["kr"]},
+        {"regulated": True},
+        {"transports": ["text"]},
+        {"transports": ["cache"]},
+        {"sticky": "conversation"},
+        {"latency_budget": {"ttft_ms": 150}},
+        {"labels": {"data": {"personal": {"models": []}}}},
+        {"use_cases": [{"id": "letters", "owner": "kim", "risk": "prohibited"}]},
+        {"rules": [{"use": "tests.policies.own_rules:Whim"}]},
+    ],
+)
+def test_nothing_remembered_changes_a_decision(policy: dict[str, Any]) -> None:
     """Whatever was asked under a policy before, a decision is the one that is made without remembering anything."""
-    for seen in asked:
-        assert decide(policy, seen) == decide_anew(policy.terms, seen, policy.plan)
+    under = Policy.model_validate(policy)
+    every = [facts(replace(TEXT, **alone), **asked) for alone in ALONE for asked in ASKED]
+    for seen in (*every, *reversed(every)):
+        assert decide(under, seen) == decide_anew(under.terms, seen, under.plan)
 
 
 def test_a_steady_policy_gives_the_same_decision_again() -> None:
