@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 QUICK = Plan(
     seed=0,
     size=Size(entities=8, validation=2, test=2),
-    recipe=Recipe(Lessons(12, 700, (0.5, 0.5), batch=8), Lessons(12, 900, (0.5, 0.5), batch=8)),
+    recipe=Recipe(Lessons(2, 12, 700, (0.5, 0.5), batch=8), Lessons(2, 12, 900, (0.5, 0.5), batch=8)),
     gates=Gates(0.0, 0.0, 0.0, 0.0, tries=1),
 )
 

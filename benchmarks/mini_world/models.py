@@ -45,16 +45,15 @@ token is message text, which is what is fused.
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """How long and how fast a model learns."""
+    """How deep a model is, and how long and how fast it learns."""
 
+    layers: int
     steps: int
     vocabulary: int
     hints: tuple[float, float]
     """Share of batches with hints: in the first 40 % of the steps, and after."""
-    drawn: bool = False
-    """Learn one answer drawn from all that are as likely, or all of them at once."""
     batch: int = 64
-    matrices: float = 0.02
+    matrices: float = 0.006
     """Rate of Muon."""
     others: float = 0.01
     """Rate of AdamW, on embeddings and norms."""
@@ -64,8 +63,8 @@ class Lessons:
 class Recipe:
     """Of both."""
 
-    sharer: Lessons = Lessons(1000, 700, (0.35, 0.35), drawn=True)
-    receiver: Lessons = Lessons(1200, 900, (0.5, 0.4), matrices=0.006)
+    sharer: Lessons = Lessons(6, 1000, 700, (0.35, 0.35), matrices=0.007)
+    receiver: Lessons = Lessons(3, 1200, 900, (0.5, 0.4))
 
     def of(self, role: Role) -> Lessons:
         return self.sharer if role == "sharer" else self.receiver
@@ -79,7 +78,7 @@ def make(folder: Path, role: Role, world: World, lessons: Lessons, seed: int, te
     began = time.process_time()
     tokens = tokenizer(role, world.texts, lessons.vocabulary)
     torch.manual_seed(seed)
-    model = _sharer(len(tokens), tokens) if role == "sharer" else _receiver(len(tokens), tokens)
+    model = (_sharer if role == "sharer" else _receiver)(lessons, tokens)
     _learn(model, _Encoder(tokens, role), role, world, lessons, seed, tell)
     model.save_pretrained(folder)
     tokens.save_pretrained(folder)
@@ -111,35 +110,34 @@ def tokenizer(role: Role, texts: Sequence[str], vocabulary: int) -> PreTrainedTo
     return fast
 
 
-def _sharer(vocabulary: int, tokens: PreTrainedTokenizerFast) -> Any:
+def _sharer(lessons: Lessons, tokens: PreTrainedTokenizerFast) -> Any:
     config = Qwen3Config(
         hidden_size=80,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=24,
         intermediate_size=224,
-        **_common(vocabulary, tokens),
+        **_common(lessons, tokens),
     )
     return Qwen3ForCausalLM(config)
 
 
-def _receiver(vocabulary: int, tokens: PreTrainedTokenizerFast) -> Any:
+def _receiver(lessons: Lessons, tokens: PreTrainedTokenizerFast) -> Any:
     config = LlamaConfig(
         hidden_size=64,
-        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         intermediate_size=384,
-        **_common(vocabulary, tokens),
+        **_common(lessons, tokens),
     )
     return LlamaForCausalLM(config)
 
 
-def _common(vocabulary: int, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _common(lessons: Lessons, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
-        "vocab_size": vocabulary,
+        "num_hidden_layers": lessons.layers,
+        "vocab_size": len(tokens),
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "bos_token_id": tokens.bos_token_id,
@@ -156,11 +154,6 @@ class _Line:
     """Prompt and answer, but for the end."""
     wanted: list[tuple[int, ...]]
     """At each of the last positions: what may come next, each as likely."""
-
-    def drawn(self) -> _Line:
-        """The same, of which only what was drawn is learnt."""
-        read = self.ids[len(self.ids) - len(self.wanted) + 1 :]
-        return _Line(self.ids, [*((token,) for token in read), self.wanted[-1]])
 
 
 class _Encoder:
@@ -216,8 +209,7 @@ def _batches(encoder: _Encoder, world: World, lessons: Lessons, seed: int) -> It
         share = lessons.hints[step >= 0.4 * lessons.steps]
         hinted = chance.random() < share
         kinds = chance.choices(KINDS, weights[hinted], k=lessons.batch)
-        lines = [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
-        yield [line.drawn() for line in lines] if lessons.drawn else lines
+        yield [_line(encoder, world, chance.choice(by_kind[kind]), hinted, chance) for kind in kinds]
 
 
 def _line(encoder: _Encoder, world: World, question: Question, hinted: bool, chance: random.Random) -> _Line:

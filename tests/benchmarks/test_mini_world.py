@@ -119,7 +119,7 @@ def test_models_are_loaded_and_asked_like_any_other(quick: Path) -> None:
     """A folder is an ordinary model: the engine serves it, and its vocabulary is its own."""
     sharer, receiver = (load(quick / "seed-0" / role) for role in ("sharer", "receiver"))
     assert sharer.digests.tokenizer != receiver.digests.tokenizer
-    assert (sharer.shape.layers, receiver.shape.layers) == (4, 3)
+    assert (sharer.shape.layers, receiver.shape.layers) == (2, 2)
     item = read_items(quick / "seed-0" / "test.jsonl")[0]
     engine = Engine({}, pack=False)
     engine.start()
