@@ -57,7 +57,9 @@ def lessons_of(
         for start in range(0, len(asks), _TOGETHER)
     ]
     if not found:
-        needs = "an answer and something before the last user message" if scope == "context" else "an answer"
+        needs = "an answer"
+        if scope == "context":
+            needs += " and something before the last user message (a pair in fuse learns from questions alone)"
         raise LoadFailed(
             f"none of the {len(items)} items can be learnt from: each needs {needs}, in {most} tokens{why}"
         )
