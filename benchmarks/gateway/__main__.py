@@ -110,7 +110,7 @@ def _table(names: list[str], targets: list[Target]) -> str:
             event = f"{of['cpu_us'] / CHUNKS:.1f}" if SCENARIOS[name][0] else ""
             cells = [f"{of['rps']:.0f}", f"{of['cpu_us']:.0f}", event, f"{of['p50_ms']:.1f}", f"{of['p99_ms']:.1f}"]
             lines.append(f"| {' | '.join([name, target.name, *cells, format(of['bad'], '.0f')])} |")
-    lines += [f"\n{t.name}: ready in {t.ready_s:.2f} s, RSS {t.rss / 1e6:.0f} MB at most" for t in targets]
+    lines += [f"\n{t.name}: ready in {t.ready_s:.2f} s, RSS {t.rss / 2**20:.0f} MiB at most" for t in targets]
     if len(targets) == 2:
         ours, theirs = targets
         for name in names:
