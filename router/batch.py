@@ -13,7 +13,9 @@ class Batch(Generic[T]):
     """On a running loop entries leave when they are many or after a moment, else at once; in the order they came."""
 
     def __init__(self, take: Callable[[list[T]], object], *, most: int, held_s: float) -> None:
-        """`take` is given `most` entries at a time, or fewer once the first has waited for `held_s` seconds."""
+        """`take` is given what waits when it is `most` entries or more, or once the first has waited for `held_s`
+        seconds. Called by the loop: what fails there is nothing that whoever adds an entry has to do with.
+        """
         self._take = take
         self._most = most
         self._held_s = held_s
@@ -24,14 +26,13 @@ class Batch(Generic[T]):
     def add(self, entry: T) -> None:
         """Must not change any more."""
         self._waiting.append(entry)
-        if len(self._waiting) >= self._most:
-            self.flush()
-            return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             self.flush()
             return
+        if len(self._waiting) == self._most:
+            loop.call_soon(self.flush)
         if self._armed is not loop:
             self._armed = loop
             loop.call_later(self._held_s, self._due)

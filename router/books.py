@@ -88,11 +88,11 @@ class Books:
         if len(courses) < len(closed):
             ended += [one for one in closed if isinstance(one, tuple)]
             ended.sort(key=itemgetter(2))
+        if self._audit is not None:  # first: of all books these must not miss anything
+            self._audit.note(written.endings)
         for event, _, _ in ended:
             self._metrics.finish(event)
         log_requests(ended)
-        if self._audit is not None:
-            self._audit.note(written.endings)
         for course, packed, said in zip(courses, written.packed, written.said, strict=True):
             if packed:
                 self._keep(course, packed, said)

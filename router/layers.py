@@ -57,7 +57,7 @@ def laid(layers: Iterable[Source]) -> Layered:
     stripped = (top, *(replace(base, data=_inheritable(base.data)) for base in bases))
     data: dict[str, Any] = {}
     for layer in reversed(stripped):
-        data = _over(data, layer.data)
+        data = over(data, layer.data)
     return Layered(own.name, data, own.root, stripped)
 
 
@@ -117,11 +117,12 @@ def _inheritable(data: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings at the same place become one, at any depth; else `upper` wins."""
     found = dict(lower)
     for key, value in upper.items():
         below = found.get(key)
-        found[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        found[key] = over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return found
 
 

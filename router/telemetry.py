@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -304,13 +303,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _log = structlog.get_logger("twolane.request")
 
 
-def log_request(event: Event) -> None:
-    """Write the one event of a finished request: `warning` where something failed, else `info`."""
-    log_requests([(event, msgspec.json.encode(event), time.time())])
-
-
 def log_requests(ended: Iterable[Ended]) -> None:
-    """The same of several, in one system call where nobody has to render them for people."""
+    """Write the one event of each: `warning` where something failed, else `info`.
+
+    In one system call where nobody has to render them for people.
+    """
     sink = structlog.get_config()["logger_factory"]
     if isinstance(sink, Sink) and sink.json:
         sink.write([_line(*entry) for entry in ended if _level(entry[0]) >= sink.level])

@@ -6,13 +6,13 @@ Imported only where such a variable is set: pydantic-settings brings pydantic al
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from pydantic_settings import BaseSettings, EnvSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
+from router.layers import over
 from router.settings import PREFIX, Settings
 from router.source import ConfigError
 from shapes.thorough import twin
@@ -30,19 +30,10 @@ def with_variables(data: dict[str, Any]) -> Settings:
         field = re.search(r'field "(\w+)"', str(error))
         name = f"{PREFIX}{field[1].upper()}" if field else f"{PREFIX}…"
         raise ConfigError(f"environment variable {name}: expected JSON") from None
-    return Settings(**_merged(data, found))
+    return Settings(**over(data, found))
 
 
 @cache
 def _named() -> type[BaseSettings]:
     """What pydantic-settings looks for: the keys of `Settings`."""
     return type("Variables", (twin(Settings), BaseSettings), {"__module__": __name__})
-
-
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings at the same place become one; else `over`, a variable, wins."""
-    both = dict(under)
-    for key, value in over.items():
-        held = both.get(key)
-        both[key] = _merged(held, value) if isinstance(held, dict) and isinstance(value, dict) else value
-    return both

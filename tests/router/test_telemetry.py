@@ -4,15 +4,17 @@ import io
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.telemetry import OUTCOMES, Event, Metrics, Outcome, as_dict, configure_logging, log_request
+from router.telemetry import OUTCOMES, Event, Metrics, Outcome, as_dict, configure_logging, log_requests
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[0-9.e+-]+)')
 OK = Event("dec_1", "lab", "assistant", "ok", 200, 1500.0, True, "d1", "cache", "cache_preferred", ttft_ms=30.0)
@@ -166,11 +168,15 @@ def logs() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
+def ended(event: Event) -> None:
+    log_requests([(event, msgspec.json.encode(event), time.time())])
+
+
 def test_one_line_per_request(logs: io.StringIO) -> None:
     """An event is one JSON object with what is known, and a level that tells failures apart."""
     configure_logging("info", format="auto", stream=logs)
-    log_request(OK)
-    log_request(replace(OK, outcome="cut", error="upstream_unavailable"))
+    ended(OK)
+    ended(replace(OK, outcome="cut", error="upstream_unavailable"))
     first, second = (json.loads(line) for line in logs.getvalue().splitlines())
     assert first["event"] == "request"
     assert first["level"] == "info"
@@ -200,9 +206,9 @@ def test_libraries_log_the_same_way(logs: io.StringIO) -> None:
 def test_console_and_level(logs: io.StringIO) -> None:
     """For people a line is plain text, and a level that is too low is not written."""
     configure_logging("warning", format="console", stream=logs)
-    log_request(OK)
+    ended(OK)
     assert logs.getvalue() == ""
-    log_request(replace(OK, outcome="error", status=503))
+    ended(replace(OK, outcome="error", status=503))
     assert "503" in logs.getvalue()
     with pytest.raises(KeyError):
         configure_logging("loud", stream=logs)
