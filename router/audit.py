@@ -39,6 +39,8 @@ log = structlog.get_logger(__name__)
 
 _LINGER = 0.08
 """Seconds that records nobody waits for are held, to be handed to the thread together."""
+_MOST_HELD = 2**19
+"""Bytes of content that are held for that; long answers go sooner, or they would be most of the router's memory."""
 _MAX_WAITING = 64 * 2**20
 """Bytes of content that may wait for the disk; beyond, a record is refused or lost."""
 
@@ -106,6 +108,7 @@ class Audit:
         self._patience = patience
         self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
         self._held: list[_Job] = []
+        self._held_weight = 0
         self._waiting = 0
         self._missing: Counter[str] = Counter()
         """Lost records that their chain does not name yet, by tenant."""
@@ -249,9 +252,10 @@ class Audit:
             self._finish([(job, AuditError("too much waits for the disk"))])
         else:
             self._held.append(job)
+            self._held_weight += job.weight
             if done is not None:
                 self._hand_over(tenant)
-            elif len(self._held) >= BATCH:
+            elif len(self._held) >= BATCH or self._held_weight > _MOST_HELD:
                 self._hand_over()
             elif len(self._held) == 1:
                 self._loop.call_later(_LINGER, self._hand_over)
@@ -259,10 +263,11 @@ class Audit:
     def _hand_over(self, tenant: str | None = None) -> None:
         """What is held; of one tenant where somebody waits for that: other chains' syncs would keep them waiting."""
         if tenant is None:
-            held, self._held = self._held, []
+            held, self._held, self._held_weight = self._held, [], 0
         else:
             held = [job for job in self._held if job.tenant == tenant]
             self._held = [job for job in self._held if job.tenant != tenant]
+            self._held_weight -= sum(job.weight for job in held)
         if held and self._thread is not None and self._thread.is_alive():
             self._jobs.put(held)
         else:

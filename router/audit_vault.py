@@ -38,6 +38,7 @@ from router.audit_keys import (
     replace_secret,
     sync_folder,
 )
+from router.audit_lines import feed
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
@@ -99,7 +100,7 @@ class ContentKey:
         """Keyed SHA-256: tells equal content from different, and cannot be guessed without the key."""
         inner, outer = self._keyed
         inner, outer = inner.copy(), outer.copy()
-        inner.update(plain)
+        feed(inner, plain)
         outer.update(inner.digest())
         return outer.hexdigest()
 

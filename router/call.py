@@ -99,6 +99,16 @@ class Usage(msgspec.Struct):
     """What else was told of it, by the names of `router.prices`: kinds of tokens among the above, images, seconds."""
 
 
+class _Closed:
+    """In place of the frames of a reply that was closed."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        raise StopAsyncIteration
+
+
 class Reply(msgspec.Struct):
     """An answer whose first frame is certain.
 
@@ -120,10 +130,10 @@ class Reply(msgspec.Struct):
     """`perf_counter` when the first content frame arrived."""
     error: str | None = None
     """Code of what ended the stream early."""
-    cost: Callable[[], float | None] | None = None
-    """USD, once it has ended, where not all is by the prices of the deployment that was asked: a relay's halves.
+    cost: Callable[[Reply], float | None] | None = None
+    """USD of this very reply once it has ended, None where nobody can tell.
 
-    None where nobody can tell."""
+    Stands where not all is by the prices of the deployment that was asked: a relay's halves."""
     hint: str | None = None
     """What a relay's sharer wrote for the receiver; the audit keeps it where the tenant's policy says so."""
     id: msgspec.Raw | None = None
@@ -138,7 +148,8 @@ class Reply(msgspec.Struct):
         return found
 
     async def aclose(self) -> None:
-        """Release the upstream; safe to call twice."""
+        """Release the upstream; safe to call twice. Frames that know this reply are let go: they would be a cycle."""
         close = getattr(self.frames, "aclose", None)
         if close is not None:
             await close()
+            self.frames = _Closed()

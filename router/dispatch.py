@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -139,7 +138,7 @@ class Dispatcher:
         course.decision = decide(call.tenant.policy, course.facts)
         call.decided.append((course.facts, course.decision))
         reply = await self._run(course, refusal(course.decision), relayed=True)
-        course.reply, reply.cost = reply, partial(self.till.part, course)
+        course.reply, reply.cost = reply, self.till.biller(course)
         if course.deployment is not None:
             self.health.succeeded(course.deployment)
             self.metrics.end(course.deployment)

@@ -9,7 +9,7 @@ import gc
 
 _M_ARENA_MAX = -8
 """`mallopt`'s parameter, from glibc's malloc.h."""
-_EVERY_S = 10.0
+_EVERY_S = 2.0
 
 
 def spare() -> None:

@@ -73,7 +73,7 @@ async def give_back(limits: Limits, place: Place) -> None:
     """Count what was really used; what was reserved where nobody told."""
     reply, grant = place.reply, place.grant
     used = reply.usage
-    cost = place.tariff.bill(reply, time.perf_counter() - place.asked) if reply.cost is None else reply.cost()
+    cost = place.tariff.bill(reply, time.perf_counter() - place.asked) if reply.cost is None else reply.cost(reply)
     await limits.settle(
         grant,
         used.prompt_tokens + used.completion_tokens if used.known else grant.tokens,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from policies.facts import Decision, Facts
 from router.asked import answers
 from router.bills import Tariff, reserved
-from router.call import Call
+from router.call import Call, Reply
 from router.course import Course
 from router.errors import TooManyRequests, Unaffordable
 from router.limits import Grant, Limits
@@ -76,17 +77,25 @@ class Till:
         USD; None where nobody can tell, and then what was reserved stands.
         """
         reply, grant = course.reply, course.grant
-        cost = self.part(course) if reply is None or reply.cost is None else reply.cost()
+        cost = self._own(course) if reply is None or reply.cost is None else reply.cost(reply)
         if grant is not None and not grant.settled:
             await self.limits.settle(grant, tokens, grant.cost if cost is None else cost)
         return cost
 
-    def part(self, course: Course) -> float | None:
+    def _own(self, course: Course) -> float | None:
         """USD for what the very deployment of a course answered; 0 without an answer, None where nobody can tell."""
-        if course.reply is None or course.deployment is None:
-            return 0.0
-        tariff = self.tariff(course.deployment, course.spare or course.call.model)
-        return tariff.bill(course.reply, time.perf_counter() - course.asked)
+        cost = self.biller(course)
+        return 0.0 if course.reply is None or cost is None else cost(course.reply)
+
+    def biller(self, course: Course) -> Callable[[Reply], float | None] | None:
+        """Tells it of the reply. Knows neither reply nor course, which might hold it."""
+        if course.deployment is None:
+            return None
+        return partial(_bill, self.tariff(course.deployment, course.spare or course.call.model), course.asked)
+
+
+def _bill(tariff: Tariff, asked: float, reply: Reply) -> float | None:
+    return tariff.bill(reply, time.perf_counter() - asked)
 
 
 def reserved_tokens(call: Call, facts: Facts) -> int:

@@ -143,13 +143,13 @@ def _hint_of(reply: Reply) -> tuple[str, Usage]:
 
 
 def _paid(reply: Reply) -> float | None:
-    return 0.0 if reply.cost is None else reply.cost()
+    return 0.0 if reply.cost is None else reply.cost(reply)
 
 
 def _joined(reply: Reply, hint: str, spent: Usage, paid: float | None) -> Reply:
     """The receiver's reply with the usage and the cost of both; `frames` fills them in when they end."""
 
-    def cost() -> float | None:
+    def cost(_: Reply) -> float | None:
         rest = _paid(reply)
         return None if paid is None or rest is None else paid + rest
 

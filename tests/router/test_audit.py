@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import resource
 import signal
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.audit import Audit
 from router.audit_keys import ROUTER, key_path
+from router.audit_lines import feed
 from router.audit_verify import Report, content, records, tenants, verify
 from router.errors import Unrecorded
 from tests.router.audit_writer import ANSWER, QUESTION, call, decision, outcome, tenant
@@ -104,6 +108,30 @@ async def test_others_get_one_record_later(tmp_path: Path) -> None:
     assert kinds(tmp_path, "lab") == ["opened", "outcome", "checkpoint"]
     holds(tmp_path, "lab")
     assert audit.lost == 0
+
+
+async def test_long_answers_do_not_wait_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that nobody waits for are held to be written together, but not when much content is held with them."""
+    monkeypatch.setattr("router.audit._LINGER", 3600.0)
+    lab = tenant("lab", regulated=False)
+    async with opened(tmp_path) as audit:
+        await audit.outcome(call("dec_short", lab), decision(), outcome())
+        await asyncio.sleep(0.05)
+        assert not (tmp_path / "lab").exists(), "it is held"
+        for number in range(40):
+            await audit.outcome(call(f"dec_{number}", lab), decision(), outcome("long " * 6000))
+        await eventually(lambda: (tmp_path / "lab").exists() and kinds(tmp_path, "lab").count("outcome") >= 18)
+    assert kinds(tmp_path, "lab").count("outcome") == 41
+    holds(tmp_path, "lab")
+
+
+@given(st.sampled_from([0, 1, 2046, 2047, 2048, 4094, 4095, 2**17 - 1, 2**17, 2**17 + 1]) | st.integers(0, 2**18))
+def test_digested_in_pieces(size: int) -> None:
+    """Text is digested to the same, whatever pieces it is fed in."""
+    text = os.urandom(size)
+    digest = hashlib.sha256(b"before")
+    feed(digest, text)
+    assert digest.digest() == hashlib.sha256(b"before" + text).digest()
 
 
 @pytest.mark.parametrize("keep", ["none", "hash", "full"])
