@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from router.errors import BadRequest, RouterError
 from router.heads import KnownHead
 from router.http import AtOnce, Header, first_of_each, head_lines, refuse
+from router.outbox import outbox
 
 log = structlog.get_logger("twolane.router")
 
@@ -85,7 +86,8 @@ class Exchange:
         self._task = None
         if not self.disconnected:
             self._begun = True
-            self._end(b"%bcontent-length: %d\r\n\r\n%b" % (self._head(status, lines), len(body), body))
+            answer = b"%bcontent-length: %d\r\n\r\n%b" % (self._head(status, lines), len(body), body)
+            self._end(answer, soon=self.keep_alive and len(self._connection.tasks) > 1)
 
     async def begin(self, status: int, lines: bytes, *, soon: bool = False) -> None:
         if not self.disconnected:
@@ -164,9 +166,13 @@ class Exchange:
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         return b"%b%b%b%b" % (STATUS_LINE[status], self._connection.common_lines(), lines, closing)
 
-    def _end(self, last: bytes) -> None:
+    def _end(self, last: bytes, *, soon: bool = False) -> None:
+        """`soon`: others are under way, and may have something to say in the same turn."""
         connection = self._connection
-        connection.transport.write(self._opening + last)
+        if soon:
+            connection.outbox.put(connection.transport, last)
+        else:
+            connection.transport.write(self._opening + last)
         self.response_complete = True
         if not self.keep_alive:
             connection.transport.close()
@@ -247,6 +253,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.outbox = outbox()
         self._alarm = self.loop.call_later(PATIENCE, self._look)
 
     def data_received(self, data: bytes) -> None:
@@ -281,6 +288,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no request that can be read, in OpenAI's shape; the connection ends."""
+        self.outbox.flush()
         if self.transport.is_closing():
             return
         if self._unread > HEAD:
@@ -292,6 +300,11 @@ class HotProtocol(HttpToolsProtocol):
         lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + self.common_lines() + lines + body)
         self.transport.close()
+
+    def shutdown(self) -> None:
+        """An answer that waits to leave has been given."""
+        self.outbox.flush()
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         exchange = self._exchange

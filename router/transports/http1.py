@@ -18,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
+from router.outbox import outbox
+
 KEPT_S = 4.0
 """Seconds that an idle connection is used again. uvicorn's servers close theirs after 5: one picked up in that moment
 would fail."""
@@ -236,6 +238,7 @@ class Connection(asyncio.Protocol):
         self.since = 0.0
         """`time.monotonic` since which it is idle."""
         self._loop = asyncio.get_running_loop()
+        self._outbox = outbox()
         self._idle = idle
         self._lost = lost
         self._parts: list[bytes] = []
@@ -255,11 +258,14 @@ class Connection(asyncio.Protocol):
         self._head = 0
         """Bytes that came before the answer began."""
 
-    def post(self, request: bytes) -> Answer:
-        """Send one request. The connection must be idle."""
+    def post(self, request: bytes, *, soon: bool = False) -> Answer:
+        """Send one request, or have it sent `soon`, at the end of the turn. The connection must be idle."""
         self._answer = answer = Answer(self.abort, self._loop)
         self._head = 0
-        self._transport.write(request)
+        if soon:
+            self._outbox.put(self._transport, request)
+        else:
+            self._transport.write(request)
         return answer
 
     def abort(self) -> None:
@@ -355,14 +361,15 @@ class Server:
         self._all: set[Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def post(self, head: bytes, body: bytes) -> Answer:
+    async def post(self, head: bytes, body: bytes, *, soon: bool = False) -> Answer:
         """Send one request; its answer may still be all to come. `head` as `request_head` makes it.
 
+        `soon`: it may wait for what else is written in this turn of the loop, where other requests are under way.
         Raises NotReached.
         """
         request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
         connection = self._kept() or await self._connect()
-        return connection.post(request)
+        return connection.post(request, soon=soon and len(self._all) - len(self._idle) > 1)
 
     def close(self) -> None:
         """End all connections, whatever they are doing."""

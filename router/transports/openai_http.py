@@ -162,7 +162,8 @@ async def exchange(pools: Pools, target: Target, call: Call, extra: Mapping[str,
     answer: Answer | None = None
     try:
         with Bound(pools.clock(timeout)) as bound:
-            answer = await pools.server(target.base).post(head, dress(call, target))
+            # Streams that were begun together would bring their events together as well, and slower for each.
+            answer = await pools.server(target.base).post(head, dress(call, target), soon=not call.stream)
             bound.ends(answer)
             await answer.head()
             if answer.status >= 300:
