@@ -71,6 +71,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """What a relay's sharer wrote."""
     tokens: bytes | None = None
     """Ids of the answer's tokens by choice, JSON."""
+    hint_left_out: bool = False
+    """The receiver had no room for the hint, and answered alone."""
 
 
 class _Job(msgspec.Struct, eq=False):
@@ -401,6 +403,7 @@ class _Outcome(_Intent, gc=False):
     fingerprints: dict[str, str]
     ttft_ms: float | None
     total_ms: float | None
+    hint_left_out: bool | UnsetType
 
 
 def _outcome(call: Call, decision: Decision | None, outcome: Outcome) -> _Outcome:
@@ -417,6 +420,7 @@ def _outcome(call: Call, decision: Decision | None, outcome: Outcome) -> _Outcom
         outcome.fingerprints,
         outcome.ttft_ms,
         outcome.total_ms,
+        outcome.hint_left_out or UNSET,
     )
     return _Outcome(*(_packed(call, decision) + ended))
 

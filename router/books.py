@@ -185,6 +185,7 @@ def ending(course: Course) -> Ending:
         None if reply is None or reply.hint is None else reply.hint.encode(),
         # A guardrail may have changed the answer since: the record must not tell what the caller was not to see.
         None if call.guardrails else tokens,
+        reply is not None and reply.hint_left_out,
     )
 
 

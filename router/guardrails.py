@@ -125,16 +125,22 @@ class Guardrails:
         if not after:
             return
         try:
+            await self._check(after, call, reply)
+        except BaseException:
+            reply.body = b""
+            await reply.aclose()
+            raise
+
+    async def _check(self, after: list[_Guardrail], call: Call, reply: Reply) -> None:
+        try:
             if call.raw is not None:
                 reply.body = await self._checked_raw(after, call, reply)
             elif reply.frames is None:
                 reply.body = await self._checked_body(after, call, reply.body)
             else:
                 await self._hold(after, call, reply)
-        except BaseException:
-            reply.body = b""
-            await reply.aclose()
-            raise
+        except RecursionError:  # nested too deeply: not the caller's doing
+            raise _foreign() from None
 
     def _readable(self, call: Call, raw: Raw, applying: list[_Guardrail], before: list[_Guardrail]) -> None:
         """Raises BadRequest for what is passed through and cannot be read on one of its ways."""

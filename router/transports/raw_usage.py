@@ -121,7 +121,7 @@ class UsageReader:
                 self._pictures(_images.decode(body))
             elif self._path.startswith("/audio") and "seconds" not in (self._usage.counted or {}):
                 count(self._usage, "seconds", _transcript.decode(body).duration)
-        except msgspec.DecodeError:  # no such figure in it
+        except (msgspec.DecodeError, RecursionError):  # no such figure in it
             pass
 
     def _pictures(self, said: _Images) -> None:
@@ -134,7 +134,7 @@ class UsageReader:
     def _read(self, body: bytes) -> None:
         try:
             said = _answer.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return
         if said.message is not None and told(said.message.usage):
             self._take(said.message.usage, last=False)
@@ -148,7 +148,7 @@ class UsageReader:
             return
         try:
             said = _usage.decode(raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             unread(into)
             return
         read, stored = said.cache_read_input_tokens, said.cache_creation_input_tokens or 0

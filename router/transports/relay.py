@@ -137,7 +137,7 @@ def _hint_of(reply: Reply) -> tuple[str, Usage]:
     try:
         answer = _answer.decode(reply.body)
         hint = hint_in(answer.choices[0].message.content or "")
-    except (msgspec.DecodeError, IndexError):
+    except (msgspec.DecodeError, RecursionError, IndexError):
         raise TransportError("The relay's sharer gave no readable answer.", code="relay_sharer_failed") from None
     return hint, reply.usage
 

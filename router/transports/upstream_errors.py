@@ -57,7 +57,7 @@ def read_error(body: bytes) -> Told:
     """The upstream's own words; empty where the body is not a JSON error."""
     try:
         view = _body.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return Told()
     match view.error:
         case _Detail() as detail:

@@ -37,7 +37,7 @@ def own(name: str = "g", kind: str = "Words", **rest: Any) -> dict[str, Any]:
     return {"guardrail_name": name, "own": {"use": f"{OWN}:{kind}", "options": options}, **rest}
 
 
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "swordfish"}]},
     "/v1/completions": {"prompt": ["a", "swordfish"]},
     "/v1/embeddings": {"input": "swordfish"},
@@ -446,3 +446,24 @@ async def test_the_documented_class_works() -> None:
     with pytest.raises(Blocked):
         await guard.check(content("request", "a swordfish"))
     assert await guard.check(content("response", "a swordfish, fool")) == ["a swordfish, friend"]
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_an_answer_nested_beyond_reading_is_not_the_callers_fault(
+    path: str, guarded: bool, status: int, tmp_path: Path, up: Upstream
+) -> None:
+    """What cannot be read passes no guardrail, and in no case is the caller told that it was the request."""
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        text = json.dumps({**PLAIN, "deep": 0}).replace('"deep": 0', '"deep": ' + "[" * 3000 + "]" * 3000)
+        return web.Response(text=text, content_type="application/json", status=status)
+
+    up.answers["m"] = answer
+    config = {"model_list": [deployment("m", up)], "guardrails": [own(mode="post_call", default_on=guarded)]}
+    async with router(tmp_path, config) as door:
+        got = await door.post(path, model="m", **ASKED.get(path, {"messages": [], "max_tokens": 3}))
+    assert b"The body is nested" not in got.raw
+    assert got.status == status or got.status >= 500
+    assert not guarded or b'"ok"' not in got.raw

@@ -13,6 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.audit_verify import records
 from router.call import Call, Reply
 from router.deployments import Deployment
 from router.errors import (
@@ -246,8 +247,8 @@ async def test_receiver_fails(house: House, failure: Exception, raised: type[Exc
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("own_words_fit", [True, False])
 async def test_a_hint_without_room_is_left_out(stream: bool, own_words_fit: bool, tmp_path: Path) -> None:
-    """Where the receiver has no room for the hint it answers alone, and the decision says so; where it has none for
-    the caller's own words either, that is the caller's mistake."""
+    """Where the receiver has no room for the hint it answers alone, and the decision and the record say so; where it
+    has none for the caller's own words either, that is the caller's mistake."""
 
     async def small(seen: Seen) -> web.StreamResponse:
         if TELL in json.dumps(seen.body["messages"]) or not own_words_fit:
@@ -270,6 +271,25 @@ async def test_a_hint_without_room_is_left_out(stream: bool, own_words_fit: bool
             past = (await door.get(f"/v1/decisions/{got.headers['x-twolane-decision']}")).json
     assert [seen.body["model"] for seen in up.seen] == ["big", "small", "small"]
     assert (past["happened"]["hint"], past["happened"]["cost"]) == ("left_out", 6.0), "the hint was paid for"
+    [ended] = [r.body for r in records(tmp_path / "audit", "a") if r.body["kind"] == "outcome"]
+    assert ended["hint_left_out"] is True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_a_hint_that_was_read_nothing_is_recorded_but_the_hint(stream: bool, tmp_path: Path) -> None:
+    """Only the exception is named in a record."""
+
+    async def small(seen: Seen) -> web.StreamResponse:
+        return await seen.stream(chunk("so", "stop")) if stream else plain()
+
+    async with upstream() as up:
+        up.answers["small"] = small
+        relay = {"model_name": "r", "relay_params": {"sharer": "big", "receiver": "small"}}
+        async with router(tmp_path, {"model_list": [relay, deployment("big", up), deployment("small", up)]}) as door:
+            assert (await door.post(model="r", stream=stream)).status == 200
+    [ended] = [r.body for r in records(tmp_path / "audit", "a") if r.body["kind"] == "outcome"]
+    assert "hint" in ended["content"]
+    assert "hint_left_out" not in ended
 
 
 async def test_sharer_without_an_answer(house: House) -> None:
