@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 class Outbox:
     """What is put here leaves in that order, and soon. For what is the last its writer says for the time being."""
 
-    __slots__ = ("__weakref__", "_waiting")
+    __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []

@@ -306,6 +306,11 @@ class HotProtocol(HttpToolsProtocol):
         self.outbox.flush()
         super().shutdown()
 
+    def eof_received(self) -> None:
+        """The caller says no more, and the connection is closed for it: not before an answer that waits to leave."""
+        self.outbox.flush()
+        super().eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
         exchange = self._exchange
         if exchange is not None:

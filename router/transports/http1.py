@@ -344,7 +344,8 @@ class Connection(asyncio.Protocol):
             return
         self._hand_on()
         answer, self._answer = self._answer, None
-        keep = self._parser.should_keep_alive()
+        # A server that was tired of waiting (408) may not have seen the request, and answer it yet.
+        keep = self._parser.should_keep_alive() and answer.status != 408
         answer.end()
         if keep:
             self._idle(self)

@@ -265,6 +265,21 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert script.connections == 2
 
 
+async def test_a_server_that_was_tired_of_waiting_is_not_asked_again_there() -> None:
+    """A 408 may have been on its way before the request: what the connection says next is no answer to another."""
+    tired = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"
+
+    def act(script: Script, writer: asyncio.StreamWriter) -> None:
+        writer.write(LENGTH if script.connections > 1 else tired)
+
+    async with served(act) as (script, base), client(base) as server:
+        first = await ask(server, base)
+        assert await read(first) == b""
+        assert first.status == 408
+        assert await read(await ask(server, base)) == BODY
+        assert script.connections == 2
+
+
 async def test_the_last_used_is_used_first() -> None:
     """Connections in excess grow old: ten at once need ten, one after the other needs one."""
     async with served(says(LENGTH)) as (script, base), client(base) as server:

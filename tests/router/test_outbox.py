@@ -115,11 +115,12 @@ async def beside_another(door: Router, up: Upstream, say: Callable[[], None]) ->
     return found
 
 
-@pytest.mark.parametrize("then", ["stop", "nonsense"])
+@pytest.mark.parametrize("then", ["stop", "nonsense", "end"])
 async def test_an_answer_comes_before_the_end(
     then: str, tmp_path: Path, up: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that stops, or a caller that goes on with no HTTP, in the very turn of an answer: it is there, whole."""
+    """A server that stops, a caller that goes on with no HTTP or says no more, in the very turn of an answer: it is
+    there, whole."""
     answered = HotProtocol.on_response_complete
 
     def and_then(self: HotProtocol) -> None:
@@ -127,6 +128,9 @@ async def test_an_answer_comes_before_the_end(
         monkeypatch.setattr(HotProtocol, "on_response_complete", answered)
         if then == "stop":
             self.shutdown()
+        elif then == "end":  # what a loop does when it reads the end of a connection
+            self.eof_received()
+            self.transport.close()
         else:
             self.data_received(b"\x00nonsense\r\n\r\n")
 
@@ -134,7 +138,7 @@ async def test_an_answer_comes_before_the_end(
         found = await beside_another(
             door, up, lambda: monkeypatch.setattr(HotProtocol, "on_response_complete", and_then)
         )
-    assert [status for status, _ in found] == ([200] if then == "stop" else [200, 400])
+    assert [status for status, _ in found] == ([200, 400] if then == "nonsense" else [200])
     assert json.loads(found[0][1])["choices"]
 
 
