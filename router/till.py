@@ -88,7 +88,7 @@ class Till:
         return 0.0 if course.reply is None or cost is None else cost(course.reply)
 
     def biller(self, course: Course) -> Callable[[Reply], float | None] | None:
-        """Tells it of the reply. Knows neither reply nor course, which might hold it."""
+        """The same for a reply that is given to it: it knows neither reply nor course, which might hold it."""
         if course.deployment is None:
             return None
         return partial(_bill, self.tariff(course.deployment, course.spare or course.call.model), course.asked)

@@ -125,6 +125,32 @@ async def test_long_answers_do_not_wait_for_more(tmp_path: Path, monkeypatch: py
     holds(tmp_path, "lab")
 
 
+async def test_what_is_held_is_counted_beside_a_regulated_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long regulated record that leaves at once is not counted as held, and what stays held is."""
+    monkeypatch.setattr("router.audit._LINGER", 3600.0)
+    lab, bank = tenant("lab", regulated=False), tenant()
+    async with opened(tmp_path) as audit:
+
+        async def regulated(id: str) -> None:
+            await audit.intent(call(id, bank), decision())
+            await audit.outcome(call(id, bank), decision(), outcome("long " * 200_000))
+
+        await regulated("dec_1")
+        await audit.outcome(call("dec_short", lab), decision(), outcome())
+        await asyncio.sleep(0.05)
+        assert not (tmp_path / "lab").exists(), "it is held"
+        for number in range(12):
+            await audit.outcome(call(f"dec_a{number}", lab), decision(), outcome("long " * 6000))
+        await regulated("dec_2")
+        assert not (tmp_path / "lab").exists(), "they are held still"
+        for number in range(8):
+            await audit.outcome(call(f"dec_b{number}", lab), decision(), outcome("long " * 6000))
+        await eventually(lambda: (tmp_path / "lab").exists() and kinds(tmp_path, "lab").count("outcome") >= 17)
+    assert kinds(tmp_path, "lab").count("outcome") == 21
+
+
 @given(st.sampled_from([0, 1, 2046, 2047, 2048, 4094, 4095, 2**17 - 1, 2**17, 2**17 + 1]) | st.integers(0, 2**18))
 def test_digested_in_pieces(size: int) -> None:
     """Text is digested to the same, whatever pieces it is fed in."""

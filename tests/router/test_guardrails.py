@@ -465,5 +465,5 @@ async def test_an_answer_nested_beyond_reading_is_not_the_callers_fault(
     async with router(tmp_path, config) as door:
         got = await door.post(path, model="m", **ASKED.get(path, {"messages": [], "max_tokens": 3}))
     assert b"The body is nested" not in got.raw
-    assert got.status == status or got.status >= 500
+    assert got.status >= 500 or (got.status == status and not (guarded and status == 200))
     assert not guarded or b'"ok"' not in got.raw

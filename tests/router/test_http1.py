@@ -280,6 +280,38 @@ async def test_a_server_that_was_tired_of_waiting_is_not_asked_again_there() -> 
         assert script.connections == 2
 
 
+@pytest.mark.parametrize("way", ["plain", "unix", "tls"])
+async def test_requests_that_leave_in_a_row_get_their_own_answers(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the server is reached; one of many whose caller goes before the turn is over is never sent."""
+    context = _certificate(tmp_path) if way == "tls" else None
+    if way == "tls":
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        monkeypatch.setattr(http1, "_tls", lambda: trusting)
+
+    def act(script: Script, writer: asyncio.StreamWriter) -> None:
+        body = script.requests[-1].split(b"\r\n\r\n")[1]
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async def one(server: Server, base: str, body: bytes, *, goes: bool = False) -> bytes:
+        head = request_head(base, "/chat/completions", {"authorization": "Bearer k"})
+        answer = await server.post(head, body, soon=True)
+        if goes:
+            answer.close()
+            return b""
+        return await read(answer)
+
+    unix = tmp_path / "s.sock" if way == "unix" else None
+    async with served(act, unix=unix, tls=context) as (script, base), client(base) as server:
+        bodies = [b"%d" % number for number in range(20)]
+        for _ in range(3):
+            assert await asyncio.gather(*(one(server, base, body) for body in bodies)) == bodies
+        mixed = await asyncio.gather(*(one(server, base, body, goes=body in bodies[1::2]) for body in bodies))
+        assert mixed == [b"" if body in bodies[1::2] else body for body in bodies]
+        assert len(script.requests) == 70
+
+
 async def test_the_last_used_is_used_first() -> None:
     """Connections in excess grow old: ten at once need ten, one after the other needs one."""
     async with served(says(LENGTH)) as (script, base), client(base) as server:

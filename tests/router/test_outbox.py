@@ -14,7 +14,7 @@ from aiohttp import web
 
 from router.outbox import Outbox, outbox
 from router.server import HotProtocol
-from tests.router.gateway import Router, Seen, Upstream, deployment, plain, router, until, upstream
+from tests.router.gateway import Router, Seen, Upstream, chunk, deployment, plain, router, until, upstream
 from tests.router.test_server import post, wire
 
 
@@ -159,3 +159,34 @@ async def test_many_at_once_get_their_own(tmp_path: Path, up: Upstream) -> None:
 
     async with router(tmp_path, {"model_list": [deployment("m", up)]}) as door:
         await asyncio.gather(*(caller(door, number) for number in range(20)))
+
+
+@pytest.mark.parametrize(("stream", "beside"), [(False, True), (False, False), (True, True)])
+async def test_what_waits_for_the_end_of_a_turn(
+    stream: bool, beside: bool, tmp_path: Path, up: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain request and its answer, where another is under way; one that is alone, and a stream, wait for nothing."""
+    held, waited = asyncio.Event(), list[bytes]()
+    put = Outbox.put
+
+    def noted(self: Outbox, transport: asyncio.Transport, data: bytes) -> None:
+        waited.append(data)
+        put(self, transport, data)
+
+    async def answer(seen: Seen) -> web.StreamResponse:
+        if seen.body.get("user") == "held":
+            await held.wait()
+        return await seen.stream(chunk("a", "stop")) if seen.body.get("stream") else plain()
+
+    up.answers["m"] = answer
+    async with router(tmp_path, {"model_list": [deployment("m", up)]}) as door, wire(door) as other, wire(door) as own:
+        if beside:
+            other.writer.write(post(json.dumps({"model": "m", "messages": [], "user": "held"}).encode()))
+            await until(lambda: len(up.seen) == 1)
+        monkeypatch.setattr(Outbox, "put", noted)
+        own.writer.write(post(json.dumps({"model": "m", "messages": [], "stream": stream}).encode()))
+        assert (await own.answer())[0] == 200
+        assert len(waited) == (2 if beside and not stream else 0), waited
+        held.set()
+        if beside:
+            await other.answer()
